@@ -1,0 +1,125 @@
+"""Paged keys and values, and the recurrent rows beside them.
+
+A `PagePool` holds the keys and values of one attention layer for all rows; which page belongs to
+whom is the scheduler's business. A `Window` says where a block of new tokens sits, once per
+forward pass, for all layers. A row's committed length is the only truth about its pages: rows of a
+page past it are dead, so rejecting drafts costs attention layers nothing.
+
+Pools are updated in place through donation: MLX reuses the buffer of `pool[...] = x` when nothing
+else holds it. Hence two rules that the engine follows: write before read within a pass, and never
+hand a pass to the device while an earlier one that reads the same pool still runs (it would copy
+the pool).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.plan import NULL_PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where a block of `width` new tokens of B rows sits."""
+
+    start: mx.array
+    """[B] int32: position of each row's first token."""
+    width: int
+    table: mx.array
+    """[B, P + 1] int32 page table; the last column is the null page."""
+    page: mx.array
+    """[B, width] int32: page of each token."""
+    offset: mx.array
+    """[B, width] int32: row within that page."""
+    mask: mx.array
+    """[B, 1, width, P · page_size] bool: key j is visible to query i iff j <= start + i."""
+
+
+def window(start: mx.array, width: int, table: mx.array, page_size: int) -> Window:
+    """Describe tokens at positions start … start + width - 1 of each row.
+
+    A position past the row's table lands on the null page: nothing that is read later lives there.
+    """
+    columns = table.shape[1] - 1
+    positions = start[:, None] + mx.arange(width, dtype=mx.int32)[None, :]
+    column = mx.minimum(positions // page_size, columns)
+    keys = mx.arange(columns * page_size, dtype=mx.int32)
+    return Window(
+        start=start,
+        width=width,
+        table=table,
+        page=mx.take_along_axis(table, column, axis=1),
+        offset=positions % page_size,
+        mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
+    )
+
+
+def page_table(pages: NDArray[np.int32]) -> mx.array:
+    """A host page table [B, P] as a device array with its null column."""
+    return mx.array(np.pad(pages, ((0, 0), (0, 1)), constant_values=NULL_PAGE))
+
+
+class PagePool:
+    """Keys and values of one layer: two arrays [pages + 1, page_size, kv_heads, head_dim]."""
+
+    def __init__(
+        self, *, pages: int, page_size: int, heads: int, head_dim: int, dtype: mx.Dtype
+    ) -> None:
+        shape = (pages + 1, page_size, heads, head_dim)
+        self.keys = mx.zeros(shape, dtype)
+        self.values = mx.zeros(shape, dtype)
+
+    def write(self, keys: mx.array, values: mx.array, where: Window) -> None:
+        """Store new rows, [B, width, heads, head_dim] each.
+
+        Non-finite numbers are stored as finite ones: a masked key has weight exactly 0, but 0 · NaN
+        is NaN, so one broken row would spread through a recycled page. The broken row itself still
+        shows, in its residual stream.
+        """
+        self.keys[where.page, where.offset] = mx.nan_to_num(keys)
+        self.values[where.page, where.offset] = mx.nan_to_num(values)
+
+    def read(self, where: Window) -> tuple[mx.array, mx.array]:
+        """All rows of the window's pages, [B, heads, P · page_size, head_dim] each."""
+        table = where.table[:, :-1]
+        return self._gather(self.keys, table), self._gather(self.values, table)
+
+    @staticmethod
+    def _gather(pool: mx.array, table: mx.array) -> mx.array:
+        batch, columns = table.shape
+        _, size, heads, dim = pool.shape
+        rows = pool[table].reshape(batch, columns * size, heads, dim)
+        return rows.transpose(0, 2, 1, 3)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """State of one Gated-DeltaNet layer for B rows."""
+
+    conv: mx.array
+    """[B, K - 1, C]: the last rows before the convolution."""
+    memory: mx.array
+    """[B, Hv, Dv, Dk] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentTrail:
+    """What a forward pass over W tokens leaves behind so that any prefix of it can be kept."""
+
+    before: RecurrentState
+    rows: mx.array
+    """[B, K - 1 + W, C]: convolution inputs, the ones before the block first."""
+    memories: tuple[mx.array, ...]
+    """State after token t, for each t < W; empty when the pass kept only the inputs below."""
+    last: mx.array
+    """State after the last token."""
+    inputs: tuple[mx.array, mx.array, mx.array, mx.array]
+    """k, v, decay, β of the block, as the recurrence consumed them (see `delta_rule`)."""

@@ -1,0 +1,253 @@
+"""The one decode cycle: draft, verify, accept, commit, for any number of rows and any depth.
+
+Notation as in the design: a row has L committed positions; `primary` is its last emitted token,
+not yet in the caches. With depth K (W = K + 1):
+
+1. Draft. The first MTP pass runs on the true hiddens of the positions committed last time (ragged,
+   left-aligned, `pending_count` each) and writes their slots; its last output gives draft 1.
+   K - 1 single-token passes then feed the head its own output; their slots are provisional and
+   are never stored.
+2. Verify. One trunk forward on [primary, d1 … dK], every row at its own offset.
+3. Accept, on the device, for all rows at once; stop tokens and `remaining` end a burst inside it.
+4. Commit. Lengths advance by the number of emitted tokens; recurrent layers go to the state after
+   exactly that many tokens of the block.
+
+Everything here only builds a lazy graph; nothing is evaluated. Plain decoding is depth 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from engine.cache import PagePool, RecurrentTrail, window
+from engine.models.delta import keep_all, keep_prefix
+from engine.models.qwen3_5 import DraftPast, Qwen35Model
+from engine.noise import Purpose, uniforms
+from engine.rows import RowArrays, RowStatics
+from engine.sampling import Acceptance, accept, accept_greedy, draw, shape
+
+FLAG_STOP, FLAG_LENGTH, FLAG_FAULT, FLAG_IDLE = 1, 2, 4, 8
+"""Bits of a packed result: ended by a stop token, by max_tokens, by non-finite logits; was already
+finished before this step."""
+
+TAIL = 4
+"""Columns after the tokens in a packed result: emitted, drafted, accepted, flags."""
+
+PENDING_LIMIT = 8
+"""MTP slots that depth-0 cycles may leave unwritten before they are written in one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """K proposals per row."""
+
+    tokens: mx.array
+    """[B, K] int32."""
+    q: mx.array | None
+    """[B, K, V]: the distributions they were drawn from; None for point masses on the argmax."""
+
+
+@dataclass(frozen=True, slots=True)
+class CycleOutput:
+    """What a cycle leaves: the rows' next state, and one small array for the host."""
+
+    rows: RowArrays
+    packed: mx.array
+    """[B, W + TAIL] int32."""
+    logits: mx.array
+    """[B, W, V] float32: the target's logits at every verified position."""
+
+
+class DecodeCycle:
+    """Builds cycles over one model and its page pools."""
+
+    def __init__(
+        self,
+        *,
+        model: Qwen35Model,
+        pools: list[PagePool],
+        mtp_pool: PagePool | None,
+        page_size: int,
+    ) -> None:
+        self._model = model
+        self._pools = pools
+        self._mtp_pool = mtp_pool
+        self._page_size = page_size
+
+    def run(
+        self, rows: RowArrays, statics: RowStatics, table: mx.array, depth: int, limits: mx.array
+    ) -> CycleOutput:
+        """Build one cycle. `table` is [B, P + 1] (see `page_table`), `limits` int32 [B]."""
+        limits = mx.clip(mx.minimum(limits, rows.remaining - 1), 0, depth)
+        limits = mx.where(rows.done, 0, limits)
+        width = depth + 1
+        positions = rows.length[:, None] + mx.arange(1, width + 1, dtype=mx.int32)[None, :]
+        noise = None
+        if not (statics.target.greedy and statics.draft.greedy):
+            noise = uniforms(statics.keys, positions)
+        drafts = self._draft(rows, statics, table, depth, noise) if depth else None
+        tokens = rows.primary[:, None]
+        if drafts is not None:
+            tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
+        where = window(rows.length, width, table, self._page_size)
+        hidden, trails = self._model.trunk(
+            tokens, where, self._pools, list(rows.states), keep=depth > 0
+        )
+        logits = self._model.head(hidden)
+        decided = _decide(drafts, logits, statics, noise, limits)
+        return self._commit(rows, statics, table, decided, limits, logits, hidden, trails)
+
+    def _draft(
+        self,
+        rows: RowArrays,
+        statics: RowStatics,
+        table: mx.array,
+        depth: int,
+        noise: mx.array | None,
+    ) -> Drafts:
+        """Propose `depth` tokens per row; writes the pending MTP slots."""
+        assert self._mtp_pool is not None
+        hidden = self._write_pending(rows, table)
+        last = mx.maximum(rows.pending_count - 1, 0)[:, None, None]
+        hidden = mx.take_along_axis(hidden, last, axis=1)
+        past = DraftPast(self._mtp_pool, table, rows.length) if depth > 1 else None
+        exact = statics.draft.greedy and statics.target.greedy
+        tokens: list[mx.array] = []
+        laws: list[mx.array] = []
+        for step in range(depth):
+            logits = self._model.head(hidden)
+            if exact:
+                token = mx.argmax(logits[:, 0], axis=-1).astype(mx.int32)
+            else:
+                assert noise is not None
+                law = shape(logits, statics.draft)[:, 0]
+                token = draw(law, noise[:, step, Purpose.DRAFT])
+                laws.append(law)
+            tokens.append(token)
+            if past is not None and step + 1 < depth:
+                hidden = self._model.mtp_draft(hidden, token[:, None], past)
+        return Drafts(tokens=mx.stack(tokens, axis=1), q=mx.stack(laws, axis=1) if laws else None)
+
+    def _write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
+        """First MTP pass over the pending slots; returns its output [B, Wp, H]."""
+        assert self._mtp_pool is not None
+        width = rows.pending_tokens.shape[1]
+        start = rows.length - rows.pending_count
+        where = window(start, width, table, self._page_size)
+        return self._model.mtp_exact(
+            rows.pending_hidden, rows.pending_tokens, where, self._mtp_pool
+        )
+
+    def _commit(
+        self,
+        rows: RowArrays,
+        statics: RowStatics,
+        table: mx.array,
+        decided: Acceptance,
+        limits: mx.array,
+        logits: mx.array,
+        hidden: mx.array,
+        trails: list[RecurrentTrail],
+    ) -> CycleOutput:
+        width = decided.tokens.shape[1]
+        fault = ~mx.isfinite(logits.sum(axis=-1)).all(axis=-1)
+        alive = ~(rows.done | fault)
+        count, stopped = _burst(decided, statics.stops)
+        count = mx.where(alive, count, 0)
+        stopped = stopped & alive
+        remaining = rows.remaining - count
+        spent = alive & ~stopped & (remaining <= 0)
+        last = mx.maximum(count - 1, 0)[:, None]
+        primary = mx.take_along_axis(decided.tokens, last, axis=1)[:, 0]
+        keep = keep_all if width == 1 else lambda trail: keep_prefix(trail, count)
+        flags = (
+            stopped * FLAG_STOP
+            + spent * FLAG_LENGTH
+            + (fault & ~rows.done) * FLAG_FAULT
+            + rows.done * FLAG_IDLE
+        )
+        facts = [
+            count,
+            mx.where(alive, limits, 0),
+            mx.where(alive, mx.minimum(decided.accepted, count), 0),
+            flags,
+        ]
+        packed = mx.concatenate(
+            [decided.tokens, *(fact.astype(mx.int32)[:, None] for fact in facts)], axis=1
+        )
+        pending = self._pending(rows, statics, table, hidden, decided.tokens, count)
+        new = RowArrays(
+            length=rows.length + count,
+            primary=mx.where(count > 0, primary, rows.primary),
+            remaining=remaining,
+            done=rows.done | fault | stopped | spent,
+            states=tuple(keep(trail) for trail in trails),
+            pending_hidden=pending[0],
+            pending_tokens=pending[1],
+            pending_count=pending[2],
+        )
+        return CycleOutput(rows=new, packed=packed, logits=logits)
+
+    def _pending(
+        self,
+        rows: RowArrays,
+        statics: RowStatics,
+        table: mx.array,
+        hidden: mx.array,
+        tokens: mx.array,
+        count: mx.array,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """MTP slots to write next time: this block's, or one more behind those still waiting."""
+        if self._mtp_pool is None:
+            return rows.pending_hidden, rows.pending_tokens, rows.pending_count
+        if tokens.shape[1] > 1 or not statics.speculative:
+            return hidden, tokens, count
+        if rows.pending_tokens.shape[1] >= PENDING_LIMIT:
+            # The pass is run for the slots it writes; its output is not needed.
+            self._write_pending(rows, table)
+            return hidden, tokens, count
+        wide = rows.widened(rows.pending_tokens.shape[1] + 1)
+        slot = mx.arange(wide.pending_tokens.shape[1], dtype=mx.int32)[None, :]
+        here = slot == rows.pending_count[:, None]
+        return (
+            mx.where(here[..., None], hidden, wide.pending_hidden),
+            mx.where(here, tokens, wide.pending_tokens),
+            rows.pending_count + count,
+        )
+
+
+def _decide(
+    drafts: Drafts | None,
+    logits: mx.array,
+    statics: RowStatics,
+    noise: mx.array | None,
+    limits: mx.array,
+) -> Acceptance:
+    """Acceptance of the drafts under the target's logits [B, W, V]."""
+    if noise is None:
+        best = mx.argmax(logits, axis=-1).astype(mx.int32)
+        empty = mx.zeros((best.shape[0], 0), mx.int32)
+        return accept_greedy(empty if drafts is None else drafts.tokens, best, limits)
+    p = shape(logits, statics.target)
+    if drafts is None or drafts.q is None:
+        token = draw(p[:, 0], noise[:, 0, Purpose.TARGET])
+        return Acceptance(tokens=token[:, None], accepted=mx.zeros_like(token))
+    return accept(drafts.tokens, drafts.q, p, noise, limits)
+
+
+def _burst(decided: Acceptance, stops: mx.array) -> tuple[mx.array, mx.array]:
+    """Tokens to emit [B] and whether a stop token is the last of them [B]."""
+    place = mx.arange(decided.tokens.shape[1], dtype=mx.int32)[None, :]
+    hit = (decided.tokens[..., None] == stops[:, None, :]).any(axis=-1)
+    hit = hit & (place <= decided.accepted[:, None])
+    stopped = hit.any(axis=-1)
+    first = mx.argmax(hit, axis=-1).astype(mx.int32)
+    return mx.where(stopped, first + 1, decided.accepted + 1), stopped
+
+
+def unpack(packed: list[int], width: int) -> tuple[tuple[int, ...], int, int, int]:
+    """Tokens emitted, drafted, accepted, flags of one row of a packed result."""
+    count, drafted, accepted, flags = packed[width : width + TAIL]
+    return tuple(packed[:count]), drafted, accepted, flags

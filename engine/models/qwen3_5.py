@@ -1,0 +1,385 @@
+"""Qwen3.5 dense: a hybrid trunk (Gated DeltaNet, every fourth layer full attention) and its MTP.
+
+Equations and tensor names follow the published checkpoints as implemented in transformers
+(models/qwen3_5/modeling_qwen3_5.py) and mlx-lm (models/qwen3_5.py); the MTP wiring follows vLLM's
+qwen3_5_mtp.py: fc([norm(E) ‖ norm(h)]) with the trunk's hidden after its final norm, one
+full-attention decoder layer, a last norm, the trunk's own embedding and head. Norm weights are
+held in plain form (the +1 of the files folded in).
+
+Parameter paths equal the canonical tensor names of `engine.checkpoint`. Shapes: B rows, W tokens,
+H hidden size.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx import nn
+
+from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window
+from engine.models.delta import delta_rule
+from engine.models.qwen3_5_config import Qwen35Config
+from engine.ops import causal_conv, fuse_linears, silu, unit_scale
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed q and k, partial RoPE and a sigmoid output gate."""
+
+    def __init__(self, c: Qwen35Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+        )
+        self.rotary_dims, self.rope_theta = c.rotary_dims, c.rope_theta
+        width = self.heads * self.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, 2 * width, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(width, c.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+
+    def fuse(self) -> None:
+        """Merge the three input projections into one where their formats allow it."""
+        fused = fuse_linears([self.q_proj, self.k_proj, self.v_proj])
+        if fused is not None:
+            self.qkv_proj = fused
+            del self.q_proj, self.k_proj, self.v_proj
+
+    def project(self, x: mx.array, start: mx.array) -> tuple[mx.array, ...]:
+        """q [B, nh, W, hd] and k [B, nkv, W, hd] rotated, v [B, W, nkv, hd], gate [B, W, nh·hd]."""
+        batch, width, _ = x.shape
+        if "qkv_proj" in self:
+            width_q, width_k = 2 * self.heads * self.head_dim, self.kv_heads * self.head_dim
+            ends = [width_q, width_q + width_k]
+            q, k, v = mx.split(self.qkv_proj(x), ends, axis=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, gate = mx.split(q.reshape(batch, width, self.heads, 2 * self.head_dim), 2, axis=-1)
+        k = k.reshape(batch, width, self.kv_heads, self.head_dim)
+        v = v.reshape(batch, width, self.kv_heads, self.head_dim)
+        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), start)
+        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), start)
+        return q, k, v, gate.reshape(batch, width, -1)
+
+    def rope(self, x: mx.array, start: mx.array) -> mx.array:
+        return mx.fast.rope(
+            x,
+            self.rotary_dims,
+            traditional=False,
+            base=self.rope_theta,
+            scale=1.0,
+            offset=start,
+        )
+
+    def attend(
+        self, q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, gate: mx.array
+    ) -> mx.array:
+        """Attention output [B, W, H] of q over keys and values [B, nkv, T, hd]."""
+        out = mx.fast.scaled_dot_product_attention(
+            q, keys, values, scale=self.head_dim**-0.5, mask=mask
+        )
+        batch, _, width, _ = out.shape
+        out = out.transpose(0, 2, 1, 3).reshape(batch, width, -1)
+        return self.o_proj(out * mx.sigmoid(gate))
+
+    def __call__(self, x: mx.array, where: Window, pool: PagePool) -> mx.array:
+        q, k, v, gate = self.project(x, where.start)
+        pool.write(k.transpose(0, 2, 1, 3), v, where)
+        keys, values = pool.read(where)
+        return self.attend(q, keys, values, where.mask, gate)
+
+
+class DeltaNet(nn.Module):
+    """Gated DeltaNet mixer: short convolution, delta-rule memory, gated norm."""
+
+    def __init__(self, c: Qwen35Config) -> None:
+        super().__init__()
+        self.k_heads, self.v_heads = c.linear_num_key_heads, c.linear_num_value_heads
+        self.k_dim, self.v_dim = c.linear_key_head_dim, c.linear_value_head_dim
+        self.taps = c.linear_conv_kernel_dim
+        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        self.channels = 2 * keys + values
+        self.in_proj_qkv = nn.Linear(c.hidden_size, self.channels, bias=False)
+        self.in_proj_z = nn.Linear(c.hidden_size, values, bias=False)
+        self.in_proj_b = nn.Linear(c.hidden_size, self.v_heads, bias=False)
+        self.in_proj_a = nn.Linear(c.hidden_size, self.v_heads, bias=False)
+        self.conv1d = DepthwiseWeight(self.channels, self.taps)
+        self.A_log = mx.zeros((self.v_heads,), mx.float32)
+        self.dt_bias = mx.zeros((self.v_heads,), mx.float32)
+        self.norm = nn.RMSNorm(self.v_dim, eps=c.rms_norm_eps)
+        self.out_proj = nn.Linear(values, c.hidden_size, bias=False)
+
+    def fuse(self) -> None:
+        """Merge the input projections where formats allow it, and fold constants of the gates."""
+        layers = [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
+        fused = fuse_linears(layers)
+        if fused is not None:
+            self.in_proj = fused
+            del self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        self._prepare()
+
+    def _prepare(self) -> None:
+        # l2 norm of q and k with q's extra Dk^-0.5 (mtp-checkpoints: q ← q/‖q‖ · Dk^-0.5).
+        q_scale, k_scale = self.k_dim**-1.0, self.k_dim**-0.5
+        scales = [q_scale] * self.k_heads + [k_scale] * self.k_heads
+        self._qk_scale = mx.array(scales, mx.float32)[:, None]
+        self._decay_rate = -mx.exp(self.A_log.astype(mx.float32))
+        self._dt_bias = self.dt_bias.astype(mx.float32)
+        self._taps = self.conv1d.weight[..., 0].transpose(1, 0).astype(mx.float32)
+
+    def zero_state(self, batch: int, dtype: mx.Dtype) -> RecurrentState:
+        return RecurrentState(
+            conv=mx.zeros((batch, self.taps - 1, self.channels), dtype),
+            memory=mx.zeros((batch, self.v_heads, self.v_dim, self.k_dim), mx.float32),
+        )
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """u [B, W, C], z [B, W, Hv·Dv], b and a [B, W, Hv]."""
+        if "in_proj" in self:
+            values = self.v_heads * self.v_dim
+            ends = [self.channels, self.channels + values, self.channels + values + self.v_heads]
+            u, z, b, a = mx.split(self.in_proj(x), ends, axis=-1)
+            return u, z, b, a
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+
+    def __call__(
+        self, x: mx.array, state: RecurrentState, keep: bool
+    ) -> tuple[mx.array, RecurrentTrail]:
+        batch, width, _ = x.shape
+        u, z, b, a = self.project(x)
+        rows = mx.concatenate([state.conv, u], axis=1)
+        y = silu(causal_conv(rows, self._taps, width))
+        split = 2 * self.k_heads * self.k_dim
+        qk = y[..., :split].reshape(batch, width, 2 * self.k_heads, self.k_dim)
+        qk = unit_scale(qk, self._qk_scale)
+        v = y[..., split:].reshape(batch, width, self.v_heads, self.v_dim)
+        q, k = qk[:, :, : self.k_heads], qk[:, :, self.k_heads :]
+        if self.v_heads != self.k_heads:
+            repeat = self.v_heads // self.k_heads
+            q, k = mx.repeat(q, repeat, axis=2), mx.repeat(k, repeat, axis=2)
+        beta = mx.sigmoid(b.astype(mx.float32))
+        step = mx.logaddexp(a.astype(mx.float32) + self._dt_bias, mx.array(0.0))
+        decay = mx.exp(self._decay_rate * step)
+        out, memories = delta_rule(q, k, v, decay, beta, state.memory)
+        gated = self.norm(out).astype(x.dtype) * silu(
+            z.reshape(batch, width, self.v_heads, self.v_dim).astype(mx.float32)
+        ).astype(x.dtype)
+        trail = RecurrentTrail(
+            before=state,
+            rows=rows,
+            memories=tuple(memories) if keep else (),
+            last=memories[-1],
+            inputs=(k, v, decay, beta),
+        )
+        return self.out_proj(gated.reshape(batch, width, -1)), trail
+
+
+class DepthwiseWeight(nn.Module):
+    """Weight of a depthwise convolution, [C, K, 1] as MLX files hold it."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = mx.zeros((channels, taps, 1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+
+    def fuse(self) -> None:
+        fused = fuse_linears([self.gate_proj, self.up_proj])
+        if fused is not None:
+            self.gate_up_proj = fused
+            del self.gate_proj, self.up_proj
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if "gate_up_proj" in self:
+            gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """x ← x + mixer(norm(x)); x ← x + ffn(norm(x))."""
+
+    def __init__(self, c: Qwen35Config, *, full_attention: bool) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        if full_attention:
+            self.self_attn = Attention(c)
+        else:
+            self.linear_attn = DeltaNet(c)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size)
+
+    def fuse(self) -> None:
+        (self.self_attn if "self_attn" in self else self.linear_attn).fuse()
+        self.mlp.fuse()
+
+    def feed_forward(self, x: mx.array) -> mx.array:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def attention(self, x: mx.array, where: Window, pool: PagePool) -> mx.array:
+        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), where, pool))
+
+    def recurrence(
+        self, x: mx.array, state: RecurrentState, keep: bool
+    ) -> tuple[mx.array, RecurrentTrail]:
+        out, trail = self.linear_attn(self.input_layernorm(x), state, keep)
+        return self.feed_forward(x + out), trail
+
+
+class Trunk(nn.Module):
+    """Embedding, decoder layers, final norm."""
+
+    def __init__(self, c: Qwen35Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = [
+            DecoderLayer(c, full_attention=c.is_full_attention(i))
+            for i in range(c.num_hidden_layers)
+        ]
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+
+class MtpHead(nn.Module):
+    """The MTP layer. It owns no embedding and no LM head: it borrows the trunk's."""
+
+    def __init__(self, c: Qwen35Config) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.layers = [DecoderLayer(c, full_attention=True)]
+        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+
+    def combine(self, embedding: mx.array, hidden: mx.array) -> mx.array:
+        """fc([norm(E) ‖ norm(h)]), embedding first."""
+        parts = [self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)]
+        return self.fc(mx.concatenate(parts, axis=-1))
+
+
+class Qwen35Model(nn.Module):
+    """Trunk, head and MTP behind the calls every family offers."""
+
+    def __init__(self, config: Qwen35Config, *, with_mtp: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if with_mtp:
+            self.mtp = MtpHead(config)
+
+    @property
+    def has_mtp(self) -> bool:
+        return "mtp" in self
+
+    @property
+    def attention_layers(self) -> int:
+        return sum("self_attn" in layer for layer in self.model.layers)
+
+    def fuse(self) -> None:
+        """Call once after loading: merges projections and prepares constants."""
+        for layer in self.model.layers + (self.mtp.layers if self.has_mtp else []):
+            layer.fuse()
+
+    def zero_states(self, batch: int) -> list[RecurrentState]:
+        """Fresh recurrent rows, one entry per Gated-DeltaNet layer."""
+        dtype = self.model.norm.weight.dtype
+        linear = [layer.linear_attn for layer in self.model.layers if "linear_attn" in layer]
+        return [mixer.zero_state(batch, dtype) for mixer in linear]
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self.model.embed_tokens(tokens)
+
+    def trunk(
+        self,
+        tokens: mx.array,
+        where: Window,
+        pools: list[PagePool],
+        states: list[RecurrentState],
+        *,
+        keep: bool = False,
+    ) -> tuple[mx.array, list[RecurrentTrail]]:
+        """Hidden states after the final norm, [B, W, H], of tokens [B, W].
+
+        Writes keys and values at the window's positions. `keep` asks for every intermediate
+        recurrent state, so that a commit can pick one.
+        """
+        x = self.embed(tokens)
+        attention, recurrent = iter(pools), iter(states)
+        trails: list[RecurrentTrail] = []
+        for layer in self.model.layers:
+            if "self_attn" in layer:
+                x = layer.attention(x, where, next(attention))
+            else:
+                x, trail = layer.recurrence(x, next(recurrent), keep)
+                trails.append(trail)
+        return self.model.norm(x), trails
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits in float32, [..., V]."""
+        if "lm_head" in self:
+            return self.lm_head(hidden).astype(mx.float32)
+        return self.model.embed_tokens.as_linear(hidden).astype(mx.float32)
+
+    def mtp_exact(
+        self, hidden: mx.array, tokens: mx.array, where: Window, pool: PagePool
+    ) -> mx.array:
+        """First MTP pass: slots from true trunk hiddens [B, W, H] and next tokens [B, W].
+
+        Writes the slots' keys and values; returns the MTP's output [B, W, H].
+        """
+        x = self.mtp.combine(self.embed(tokens), hidden)
+        return self.mtp.norm(self.mtp.layers[0].attention(x, where, pool))
+
+    def mtp_draft(
+        self,
+        hidden: mx.array,
+        tokens: mx.array,
+        past: DraftPast,
+    ) -> mx.array:
+        """One recursive MTP pass on the head's own output: hidden [B, 1, H], tokens [B, 1].
+
+        Its slot is provisional, so it goes to `past` and never to a page.
+        """
+        layer = self.mtp.layers[0]
+        x = self.mtp.combine(self.embed(tokens), hidden)
+        normed = layer.input_layernorm(x)
+        q, k, v, gate = layer.self_attn.project(normed, past.position)
+        keys, values, mask = past.extend(k, v.transpose(0, 2, 1, 3))
+        x = layer.feed_forward(x + layer.self_attn.attend(q, keys, values, mask, gate))
+        return self.mtp.norm(x)
+
+
+class DraftPast:
+    """Keys and values a recursive draft sees: the row's exact slots, then this cycle's own.
+
+    `slots` [B] is how many exact slots each row has; drafted slot i sits at position slots + i.
+    """
+
+    def __init__(self, pool: PagePool, table: mx.array, slots: mx.array) -> None:
+        columns = table[:, :-1]
+        self.keys = PagePool._gather(pool.keys, columns)
+        self.values = PagePool._gather(pool.values, columns)
+        positions = mx.arange(self.keys.shape[2], dtype=mx.int32)
+        self.mask = (positions[None, :] < slots[:, None])[:, None, None, :]
+        self.position = slots
+
+    def extend(self, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Add one slot, [B, nkv, 1, hd] each; returns all keys, values and the mask."""
+        self.keys = mx.concatenate([self.keys, key], axis=2)
+        self.values = mx.concatenate([self.values, value], axis=2)
+        visible = mx.ones((*self.mask.shape[:3], 1), mx.bool_)
+        self.mask = mx.concatenate([self.mask, visible], axis=3)
+        self.position = self.position + 1
+        return self.keys, self.values, self.mask

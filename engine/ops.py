@@ -1,0 +1,70 @@
+"""Small tensor operations shared by the model families. Stock MLX only.
+
+`mx.compile` is deliberately absent: on Linux CPU it calls a C++ compiler at run time, which a
+server may not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx import nn
+
+
+def silu(x: mx.array) -> mx.array:
+    """x · σ(x), elementwise."""
+    return x * mx.sigmoid(x)
+
+
+def unit_scale(x: mx.array, scale: mx.array | float, eps: float = 1e-6) -> mx.array:
+    """x / sqrt(Σx² + eps) · scale over the last axis, through the RMS kernel.
+
+    With n = size of that axis, sqrt(Σx² + eps) = sqrt(n) · sqrt(mean x² + eps / n); the caller's
+    `scale` must already contain the factor n^-0.5.
+    """
+    return mx.fast.rms_norm(x, None, eps / x.shape[-1]) * scale
+
+
+def causal_conv(u: mx.array, weight: mx.array, width: int) -> mx.array:
+    """Depthwise causal convolution of the last `width` rows of `u`.
+
+    `u` is [B, K - 1 + width, C] (the K - 1 rows before the block come first), `weight` [K, C].
+    Returns [B, width, C] in float32. A strided view and one reduction: 3 to 4 times faster than
+    `conv1d` or shifted products on CPU, and every row sums its K terms in the same order
+    whatever the width.
+    """
+    batch, rows, channels = u.shape
+    taps = weight.shape[0]
+    windows = mx.as_strided(
+        u.astype(mx.float32),
+        (batch, width, taps, channels),
+        (rows * channels, channels, channels, 1),
+    )
+    return (windows * weight).sum(axis=2)
+
+
+def fuse_linears(layers: Sequence[nn.Module]) -> nn.Module | None:
+    """One linear layer whose output is the concatenation of the given layers' outputs.
+
+    Returns None when they do not share one storage format (mixed quantisation); the caller then
+    keeps them apart. Fewer, larger products cost less on every device, and each output column is
+    computed as before.
+    """
+    first = layers[0]
+    if any(type(layer) is not type(first) for layer in layers):
+        return None
+    if isinstance(first, nn.QuantizedLinear):
+        formats = {(q.group_size, q.bits, q.mode) for q in layers if isinstance(q, type(first))}
+        if len(formats) > 1:
+            return None
+    elif not isinstance(first, nn.Linear):
+        return None
+    fused = type(first).__new__(type(first))
+    nn.Module.__init__(fused)
+    for name in ("group_size", "bits", "mode"):
+        if name in first.__dict__:
+            setattr(fused, name, first.__dict__[name])
+    for name in first:
+        setattr(fused, name, mx.concatenate([layer[name] for layer in layers], axis=0))
+    return fused

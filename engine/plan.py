@@ -1,0 +1,228 @@
+"""The contract between the scheduler and the engine: plans and results are plain values.
+
+A `StepPlan` says exactly what one engine step runs; a `StepResult` says what came of it. Neither
+holds device arrays, so the scheduler, the simulator and the tests need no accelerator. The engine
+obeys a plan without policy of its own; everything it must remember between steps (recurrent state,
+last token, pending MTP window, sampling parameters) is keyed by `row`, an id the scheduler chooses
+and never reuses.
+
+Terms. *Position* is the index of a token in a row's sequence (prompt first). A *drafted* token is
+proposed by the MTP head, an *accepted* one survived verification. A decode step at depth K drafts
+K tokens, verifies K + 1 positions and emits between 1 and K + 1 tokens per row (0 for a row that
+was already finished on the device: see `RowResult`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+NULL_PAGE = 0
+"""Page id that belongs to nobody: padding in page tables points here, and reads of it are masked.
+Real pages are 1 … `EngineInfo.pages`."""
+
+MAX_DEPTH = 8
+"""Largest number of tokens drafted per cycle that any part of the service accepts."""
+
+MAX_STOP_IDS = 64
+"""Largest number of stop token ids per row, end-of-sequence ids included."""
+
+
+class Finish(StrEnum):
+    """Why the device ended a row. Text-level stops and cancellation are the host's business."""
+
+    STOP = "stop"
+    """A stop token was emitted; it is the last token of the result."""
+    LENGTH = "length"
+    """`RowSpec.max_tokens` tokens have been emitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a row's tokens are drawn. The shaping order is temperature, top-k, top-p, min-p."""
+
+    temperature: float = 1.0
+    """>= 0; 0 is greedy (argmax, lowest id on ties)."""
+    top_k: int = 0
+    """Keep the k most probable tokens (ties with the k-th are kept); 0 keeps all."""
+    top_p: float = 1.0
+    """In (0, 1]: keep the smallest set of most probable tokens whose mass reaches this."""
+    min_p: float = 0.0
+    """In [0, 1): drop tokens less probable than this fraction of the most probable one."""
+    seed: int = 0
+    """uint64 key of the row's counter-based noise."""
+    draft_temperature: float | None = None
+    """Temperature of the draft distribution; None follows `temperature`. Never changes the law of
+    what is emitted, only how many drafts are accepted. 0 drafts greedily."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSpec:
+    """What the engine must know about a row before its first prefill chunk."""
+
+    sampling: SamplingParams
+    max_tokens: int
+    """Tokens this row may still emit, >= 1. Counted on the device, so a burst never crosses it."""
+    stop_ids: tuple[int, ...] = ()
+    """Emitting one of these ends the row. At most `MAX_STOP_IDS`."""
+    speculative: bool = True
+    """False for a row that will never be drafted for: no MTP history is kept for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """A piece of one row's prompt. Chunks of a row come in order and without gaps.
+
+    `tokens` (int32) occupy positions `start … start + len(tokens) - 1`; `pages` (int32) is the
+    row's page table so far and must cover the last of them. The first chunk (`start == 0`)
+    carries `spec`. When `last`, the step also samples the row's first token.
+    """
+
+    row: int
+    tokens: NDArray[np.int32]
+    start: int
+    pages: NDArray[np.int32]
+    last: bool
+    spec: RowSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBatch:
+    """One draft-verify-accept cycle for a cohort of rows whose prompt is complete.
+
+    `pages` is int32 [len(rows), P], padded with `NULL_PAGE`; each row's table must cover every
+    position the row can reach by the end of this step (host-known length, plus what steps still in
+    flight may add, plus depth + 1). Positions the row cannot reach because `max_tokens` ends it
+    earlier need no page. `limits[i]` in 0…depth is the most drafts row i may accept in this step.
+    """
+
+    rows: tuple[int, ...]
+    pages: NDArray[np.int32]
+    depth: int
+    limits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One engine step, executed in this order: release, prefill, decode."""
+
+    step: int
+    release: tuple[int, ...] = ()
+    """Rows to forget. Unknown ids are ignored, so releasing is idempotent."""
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: DecodeBatch | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.release or self.prefill or self.decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """What one row got out of one step.
+
+    `tokens` are the tokens emitted, in order; the last of them may be a stop token. A row that had
+    finished in an earlier step (which the host could not know yet when it planned this one) has no
+    tokens, no drafts and `finish` None. With `fault` set the row emitted nothing in this step, is
+    finished on the device and must be released.
+    """
+
+    row: int
+    tokens: tuple[int, ...] = ()
+    drafted: int = 0
+    """Drafts that were up for acceptance: min(depth, limit, what max_tokens left room for)."""
+    accepted: int = 0
+    """Drafts accepted and emitted, <= drafted."""
+    finish: Finish | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Result of a `StepPlan`, rows in plan order: final prefill chunks first, then decode rows."""
+
+    step: int
+    rows: tuple[RowResult, ...] = ()
+    depth: int = 0
+    build_s: float = 0.0
+    """Seconds the host took to build and submit the step's graph."""
+    wait_s: float = 0.0
+    """Seconds the host waited for the device when collecting."""
+    device_s: float = 0.0
+    """Seconds from when the device could start this step (submitted, previous one collected) until
+    its result was there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a loaded engine that do not change while it runs."""
+
+    model: str
+    family: str
+    vocab_size: int
+    context_length: int
+    """Most positions a row may occupy: prompt plus emitted tokens."""
+    layers: int
+    mtp_layers: int
+    max_depth: int
+    """0 when the checkpoint has no usable MTP head."""
+    max_rows: int
+    """Rows that may hold device state at once."""
+    pages: int
+    page_size: int
+    """Tokens per page."""
+    page_bytes: int
+    """Bytes one page takes over all layers, MTP included."""
+    row_bytes: int
+    """Bytes of recurrent and other per-row state."""
+    weight_bytes: int
+    parameters: int
+    dtype: str
+    quantization: str
+    """'none' or e.g. 'affine 4-bit, group 64'; says 'dequantized at load' where it is."""
+    device: str
+    blas: str
+    notes: tuple[str, ...] = field(default=())
+    """One line each: why something is off (no MTP tensors, gate failed, no OpenBLAS, …)."""
+
+
+class EngineFailedError(Exception):
+    """The engine as a whole can no longer run; every row is lost."""
+
+
+class Engine(Protocol):
+    """What the scheduler drives. All calls come from one thread, the one that built the engine.
+
+    `submit` queues a step on the device and returns at once; steps run in the order submitted.
+    `collect` blocks until the oldest step not yet collected is done and returns its result. At
+    most `max_in_flight` steps may be submitted and not collected. Both raise `EngineFailedError`
+    when the engine is beyond use, and ValueError when a plan breaks this contract (the plan then
+    had no effect).
+    """
+
+    max_in_flight: int
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+    def close(self) -> None:
+        """Release device memory; idempotent. No other call may follow."""
+
+
+def pages_needed(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` positions occupy."""
+    return -(-tokens // page_size)
+
+
+def page_array(pages: Sequence[int]) -> NDArray[np.int32]:
+    """A page table as the contract's dtype."""
+    return np.asarray(pages, dtype=np.int32)

@@ -1,0 +1,131 @@
+"""Prefill: one row's prompt in chunks, each at its own length.
+
+Nothing is ever padded into a recurrent state. The MTP history is built along: slot p pairs the
+trunk's hidden at p with the token at p + 1, so a chunk writes the slots start - 1 … end - 2, with
+the hidden of the chunk before carried over; the prompt's last slot waits for the first sampled
+token, exactly as slots wait after a decode cycle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.cache import PagePool, RecurrentState, page_table, window
+from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP
+from engine.models.delta import keep_all
+from engine.models.qwen3_5 import Qwen35Model
+from engine.noise import Purpose, uniforms
+from engine.plan import PrefillChunk, RowSpec
+from engine.rows import RowArrays, make_statics
+from engine.sampling import draw, shape
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A row whose prompt is not complete yet."""
+
+    spec: RowSpec
+    position: int
+    """Prompt tokens done so far."""
+    states: tuple[RecurrentState, ...]
+    carry: mx.array | None
+    """[1, 1, H]: hidden of the last position done; None before the first chunk."""
+
+    def arrays(self) -> list[mx.array]:
+        flat = [a for state in self.states for a in (state.conv, state.memory)]
+        return flat if self.carry is None else [*flat, self.carry]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A completed prompt: the row's decode state, and [1, 1 + TAIL] for the host."""
+
+    rows: RowArrays
+    packed: mx.array
+    logits: mx.array
+
+
+class Prefill:
+    """Builds prefill graphs over one model and its page pools."""
+
+    def __init__(
+        self,
+        *,
+        model: Qwen35Model,
+        pools: list[PagePool],
+        mtp_pool: PagePool | None,
+        page_size: int,
+    ) -> None:
+        self._model = model
+        self._pools = pools
+        self._mtp_pool = mtp_pool
+        self._page_size = page_size
+
+    def start(self, spec: RowSpec) -> PrefillRow:
+        """A row before its first chunk."""
+        return PrefillRow(
+            spec=spec, position=0, states=tuple(self._model.zero_states(1)), carry=None
+        )
+
+    def chunk(self, row: PrefillRow, chunk: PrefillChunk) -> tuple[PrefillRow, mx.array]:
+        """Run one chunk; returns the row after it and the chunk's last hidden [1, 1, H]."""
+        size = len(chunk.tokens)
+        tokens = mx.array(np.ascontiguousarray(chunk.tokens, dtype=np.int32))[None]
+        table = page_table(chunk.pages[None])
+        where = window(mx.array([row.position], mx.int32), size, table, self._page_size)
+        hidden, trails = self._model.trunk(tokens, where, self._pools, list(row.states))
+        if self._mtp_pool is not None and row.spec.speculative:
+            self._write_slots(row, hidden, tokens, table)
+        after = PrefillRow(
+            spec=row.spec,
+            position=row.position + size,
+            states=tuple(keep_all(trail) for trail in trails),
+            carry=hidden[:, -1:],
+        )
+        return after, hidden[:, -1:]
+
+    def _write_slots(
+        self, row: PrefillRow, hidden: mx.array, tokens: mx.array, table: mx.array
+    ) -> None:
+        assert self._mtp_pool is not None
+        first = row.position
+        if row.carry is None:
+            hidden, tokens = hidden[:, :-1], tokens[:, 1:]
+        else:
+            hidden, first = mx.concatenate([row.carry, hidden[:, :-1]], axis=1), first - 1
+        if tokens.shape[1] == 0:
+            return
+        start = mx.array([first], mx.int32)
+        where = window(start, tokens.shape[1], table, self._page_size)
+        self._model.mtp_exact(hidden, tokens, where, self._mtp_pool)
+
+    def finish(self, row: PrefillRow, hidden: mx.array) -> FirstToken:
+        """Sample the first token from the prompt's last hidden [1, 1, H]."""
+        logits = self._model.head(hidden)
+        statics = make_statics([row.spec], logits.shape[-1])
+        law = shape(logits, statics.target)[:, 0]
+        length = mx.array([row.position], mx.int32)
+        noise = uniforms(statics.keys, length[:, None])
+        token = draw(law, noise[:, 0, Purpose.TARGET])
+        fault = ~mx.isfinite(logits.sum(axis=-1)).all(axis=-1)
+        count = mx.where(fault, 0, 1)
+        stopped = (token[:, None] == statics.stops).any(axis=-1) & ~fault
+        spent = mx.array([row.spec.max_tokens <= 1]) & ~fault & ~stopped
+        flags = stopped * FLAG_STOP + spent * FLAG_LENGTH + fault * FLAG_FAULT
+        zero = mx.zeros_like(token)
+        packed = mx.stack([token, count.astype(mx.int32), zero, zero, flags.astype(mx.int32)], 1)
+        width = 0 if self._mtp_pool is None else 1
+        rows = RowArrays(
+            length=length,
+            primary=token,
+            remaining=mx.array([row.spec.max_tokens], mx.int32) - count.astype(mx.int32),
+            done=fault | stopped | spent,
+            states=row.states,
+            pending_hidden=hidden[:, :width],
+            pending_tokens=token[:, None][:, :width],
+            pending_count=mx.full((1,), width, mx.int32),
+        )
+        return FirstToken(rows=rows, packed=packed, logits=logits)

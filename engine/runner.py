@@ -1,0 +1,274 @@
+"""The engine: obeys step plans over one loaded model, on the thread that built it.
+
+Two steps may be in flight. The device runs one; the graph of the next is built meanwhile (the
+host's larger share) and handed over the moment the first is done, before its results are read.
+Handing it over earlier would cost more than it gains: MLX reuses a page pool's buffer only when no
+running operation holds it, so a step submitted behind a running one would copy every pool.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from engine.cache import PagePool, page_table
+from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
+from engine.models.qwen3_5 import Qwen35Model
+from engine.plan import (
+    MAX_STOP_IDS,
+    NULL_PAGE,
+    DecodeBatch,
+    EngineFailedError,
+    EngineInfo,
+    Finish,
+    PrefillChunk,
+    RowResult,
+    StepPlan,
+    StepResult,
+    pages_needed,
+)
+from engine.prefill import Prefill, PrefillRow
+from engine.rows import RowTable
+
+FAULT_TEXT = "the model produced non-finite logits"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A submitted step: what to wait for and how to read it."""
+
+    plan: StepPlan
+    outputs: list[tuple[tuple[int, ...], mx.array, mx.array | None]] = field(default_factory=list)
+    """(rows, packed results, logits when traced), in result order."""
+    pending: list[mx.array] = field(default_factory=list)
+    """Everything the step must compute; emptied once the device has it, because a reference would
+    keep the next step from updating the page pools in place."""
+    ends: list[mx.array] = field(default_factory=list)
+    """Small arrays whose presence means that the step is done."""
+    build_s: float = 0.0
+    started: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Logits behind the tokens of one row in one step; only kept by a tracing engine (tests)."""
+
+    row: int
+    tokens: tuple[int, ...]
+    logits: np.ndarray
+    """float32 [len(tokens), V]."""
+
+
+class MLXEngine:
+    """`engine.plan.Engine` over an MLX model. Build it with `engine.load.load_engine`."""
+
+    max_in_flight = 2
+
+    def __init__(
+        self,
+        *,
+        model: Qwen35Model,
+        pools: list[PagePool],
+        mtp_pool: PagePool | None,
+        info: EngineInfo,
+        trace: bool = False,
+    ) -> None:
+        self._info = info
+        self._pools = [*pools, mtp_pool] if mtp_pool is not None else list(pools)
+        self._cycle = DecodeCycle(
+            model=model, pools=pools, mtp_pool=mtp_pool, page_size=info.page_size
+        )
+        self._prefill = Prefill(
+            model=model, pools=pools, mtp_pool=mtp_pool, page_size=info.page_size
+        )
+        self._table = RowTable(info.vocab_size)
+        self._prefilling: dict[int, PrefillRow] = {}
+        self._flight: deque[_Step] = deque()
+        self._failed = ""
+        self._trace = trace
+        self._idle_since = time.perf_counter()
+        self.traces: list[Trace] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, plan: StepPlan) -> None:
+        """Build the step's graph, and run it unless another step is running."""
+        self._check_alive()
+        if len(self._flight) >= self.max_in_flight:
+            raise ValueError(f"{self.max_in_flight} steps are already in flight")
+        self._validate(plan)
+        began = time.perf_counter()
+        step = _Step(plan=plan)
+        try:
+            self._build(step)
+        except Exception as error:
+            raise self._fail(error) from error
+        step.build_s = time.perf_counter() - began
+        self._flight.append(step)
+        if len(self._flight) == 1:
+            self._dispatch(step)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step; hand the next one to the device; read the results."""
+        self._check_alive()
+        if not self._flight:
+            raise ValueError("no step is in flight")
+        step = self._flight.popleft()
+        began = time.perf_counter()
+        try:
+            mx.eval(step.ends)
+            ended = time.perf_counter()
+            if self._flight:
+                self._dispatch(self._flight[0])
+            rows = tuple(result for output in step.outputs for result in self._read(output))
+        except Exception as error:
+            raise self._fail(error) from error
+        return StepResult(
+            step=step.plan.step,
+            rows=rows,
+            depth=step.plan.decode.depth if step.plan.decode else 0,
+            build_s=step.build_s,
+            wait_s=ended - began,
+            device_s=ended - step.started,
+        )
+
+    def close(self) -> None:
+        self._failed = self._failed or "the engine was closed"
+        self._flight.clear()
+        self._prefilling.clear()
+        self._table = RowTable(self._info.vocab_size)
+        self._pools.clear()
+        mx.clear_cache()
+
+    def _check_alive(self) -> None:
+        if self._failed:
+            raise EngineFailedError(self._failed)
+
+    def _fail(self, error: Exception) -> EngineFailedError:
+        """A step broke half-way: device state of its rows is unknown, so the engine is done."""
+        self._failed = f"{type(error).__name__}: {error}"
+        return EngineFailedError(self._failed)
+
+    def _dispatch(self, step: _Step) -> None:
+        step.started = time.perf_counter()
+        mx.async_eval(step.pending)  # type: ignore[no-untyped-call]  # MLX's stub lacks types
+        step.pending = []
+
+    def _build(self, step: _Step) -> None:
+        plan = step.plan
+        self._table.release(plan.release)
+        for row in plan.release:
+            self._prefilling.pop(row, None)
+        for chunk in plan.prefill:
+            self._build_chunk(step, chunk)
+        if plan.decode is not None:
+            self._build_decode(step, plan.decode)
+        step.ends += [packed for _, packed, _ in step.outputs]
+        step.pending = [*self._live_arrays(), *step.ends]
+
+    def _build_chunk(self, step: _Step, chunk: PrefillChunk) -> None:
+        row = self._prefilling.pop(chunk.row, None)
+        if row is None:
+            assert chunk.spec is not None
+            row = self._prefill.start(chunk.spec)
+        row, hidden = self._prefill.chunk(row, chunk)
+        if not chunk.last:
+            self._prefilling[chunk.row] = row
+            step.ends.append(hidden)
+            return
+        first = self._prefill.finish(row, hidden)
+        self._table.add(chunk.row, row.spec, first.rows)
+        step.outputs.append(((chunk.row,), first.packed, first.logits if self._trace else None))
+
+    def _build_decode(self, step: _Step, batch: DecodeBatch) -> None:
+        rows, statics = self._table.batch(batch.rows)
+        limits = mx.array(batch.limits, mx.int32)
+        output = self._cycle.run(rows, statics, page_table(batch.pages), batch.depth, limits)
+        self._table.update(output.rows)
+        step.outputs.append((batch.rows, output.packed, output.logits if self._trace else None))
+
+    def _live_arrays(self) -> list[mx.array]:
+        live = [array for pool in self._pools for array in (pool.keys, pool.values)]
+        live += self._table.arrays()
+        return live + [array for row in self._prefilling.values() for array in row.arrays()]
+
+    def _read(self, output: tuple[tuple[int, ...], mx.array, mx.array | None]) -> list[RowResult]:
+        rows, packed, logits = output
+        values: list[list[int]] = packed.tolist()  # type: ignore[assignment]
+        width = packed.shape[1] - TAIL
+        results = []
+        for index, (row, line) in enumerate(zip(rows, values, strict=True)):
+            tokens, drafted, accepted, flags = unpack(line, width)
+            results.append(_result(row, tokens, drafted, accepted, flags))
+            if logits is not None and tokens:
+                kept = np.array(logits[index, : len(tokens)])
+                self.traces.append(Trace(row=row, tokens=tokens, logits=kept))
+        return results
+
+    def _validate(self, plan: StepPlan) -> None:
+        """Raise ValueError, before anything is built, when the plan breaks the contract."""
+        known = set(self._prefilling) - set(plan.release)
+        ready = self._table.rows() - set(plan.release)
+        for chunk in plan.prefill:
+            self._check_chunk(chunk, known, ready)
+            known.discard(chunk.row)
+            (ready if chunk.last else known).add(chunk.row)
+        if len(known | ready) > self._info.max_rows:
+            raise ValueError(f"more than max_rows ({self._info.max_rows}) rows hold state")
+        if plan.decode is not None:
+            self._check_decode(plan.decode, ready)
+
+    def _check_chunk(self, chunk: PrefillChunk, known: set[int], ready: set[int]) -> None:
+        size, info = len(chunk.tokens), self._info
+        row = self._prefilling.get(chunk.row)
+        if chunk.row in ready:
+            raise ValueError(f"row {chunk.row}: its prompt is complete already")
+        if (chunk.spec is None) == (chunk.start == 0):
+            raise ValueError(f"row {chunk.row}: spec belongs to the first chunk, and only there")
+        if chunk.row not in known and chunk.start != 0:
+            raise ValueError(f"row {chunk.row}: unknown, so its chunk must start at 0")
+        if row is not None and chunk.row in known and row.position != chunk.start:
+            raise ValueError(f"row {chunk.row}: chunk starts at {chunk.start}, not {row.position}")
+        if size == 0 or chunk.start + size > info.context_length:
+            raise ValueError(f"row {chunk.row}: chunk of {size} at {chunk.start} is out of range")
+        if len(chunk.pages) < pages_needed(chunk.start + size, info.page_size):
+            raise ValueError(f"row {chunk.row}: page table does not cover the chunk")
+        if chunk.tokens.min() < 0 or chunk.tokens.max() >= info.vocab_size:
+            raise ValueError(f"row {chunk.row}: token outside 0…{info.vocab_size - 1}")
+        if chunk.spec is not None and len(chunk.spec.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"row {chunk.row}: more than {MAX_STOP_IDS} stop ids")
+        self._check_pages(chunk.pages)
+
+    def _check_decode(self, batch: DecodeBatch, ready: set[int]) -> None:
+        unknown = [row for row in batch.rows if row not in ready]
+        if unknown or len(set(batch.rows)) != len(batch.rows) or not batch.rows:
+            raise ValueError(f"decode rows must be distinct and prefilled; not so: {unknown}")
+        if not 0 <= batch.depth <= self._info.max_depth:
+            raise ValueError(f"depth {batch.depth} is outside 0…{self._info.max_depth}")
+        if len(batch.limits) != len(batch.rows) or batch.pages.shape[0] != len(batch.rows):
+            raise ValueError("decode limits and pages must have one entry per row")
+        if any(not 0 <= limit <= batch.depth for limit in batch.limits):
+            raise ValueError(f"limits must be in 0…{batch.depth}")
+        self._check_pages(batch.pages)
+
+    def _check_pages(self, pages: np.ndarray) -> None:
+        if pages.size and (pages.min() < NULL_PAGE or pages.max() > self._info.pages):
+            raise ValueError(f"page ids must be in 0…{self._info.pages}")
+
+
+def _result(
+    row: int, tokens: tuple[int, ...], drafted: int, accepted: int, flags: int
+) -> RowResult:
+    finish = None
+    if flags & FLAG_STOP:
+        finish = Finish.STOP
+    elif flags & FLAG_LENGTH:
+        finish = Finish.LENGTH
+    result = RowResult(row=row, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish)
+    return replace(result, fault=FAULT_TEXT) if flags & FLAG_FAULT else result

@@ -1,0 +1,137 @@
+"""What goes into the scheduler and what comes out: requests, events, errors. Plain values.
+
+The service turns an RPC into a `GenerationRequest` (token ids only, no text) and reads `Event`s:
+any number of `Tokens`, then exactly one `Finished`. The scheduler raises one of the errors below
+from `submit`, before anything was queued, or tells the end of an accepted request by `Finished`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.plan import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """First cause that ended a request; later causes never replace it."""
+
+    STOP = "stop"
+    """A stop token was emitted."""
+    LENGTH = "length"
+    """max_tokens reached."""
+    STOP_STRING = "stop_string"
+    """The service matched a stop string (or otherwise had enough) and ended the request."""
+    CANCELLED = "cancelled"
+    """The client left."""
+    ABORTED = "aborted"
+    """`Abort` was called."""
+    DEADLINE = "deadline"
+    """The request's deadline passed while it was queued or running."""
+    SLOW_READER = "slow_reader"
+    """The client left its stream unread for longer than the limit."""
+    FAULT = "fault"
+    """This row's numbers went bad (NaN) or its memory could not be had; others go on."""
+    SHUTDOWN = "shutdown"
+    """The server is stopping and its drain time is over."""
+    ENGINE_FAILED = "engine_failed"
+    """The engine is beyond use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate. Ids are unique among live requests."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    """At least one token."""
+    sampling: SamplingParams
+    max_tokens: int
+    """>= 1; prompt plus max_tokens fits the context."""
+    stop_ids: tuple[int, ...] = ()
+    depth_cap: int | None = None
+    """Most drafts per cycle; None leaves it to the server, 0 turns speculation off."""
+    deadline: float | None = None
+    """In seconds of the scheduler's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Everything countable about a request, final in `Finished`. Times: scheduler-clock seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cycles: int = 0
+    """Decode cycles that emitted something for this request."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_per_position: tuple[int, ...] = ()
+    """[j]: cycles in which draft j+1 was up for acceptance."""
+    accepted_per_position: tuple[int, ...] = ()
+    """[j]: cycles in which draft j+1 was accepted."""
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    """When its first prefill chunk was planned."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A burst: tokens one cycle emitted, in order, with the cycle's counts for this row."""
+
+    ids: tuple[int, ...]
+    drafted: int
+    accepted: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last event of a request."""
+
+    reason: FinishReason
+    usage: Usage
+    detail: str = ""
+
+
+Event = Tokens | Finished
+
+
+class SubmitError(Exception):
+    """A request was not accepted; nothing of it remains in the scheduler."""
+
+
+@dataclass(eq=False)
+class QueueFullError(SubmitError):
+    """Refused at the door; the client may try again after `retry_after_s`."""
+
+    limit: str
+    """Which bound was hit, e.g. 'max_queue (64 requests)'."""
+    retry_after_s: float
+
+    def __str__(self) -> str:
+        return f"queue is full: {self.limit}; retry in {self.retry_after_s:.1f} s"
+
+
+@dataclass(eq=False)
+class InvalidRequestError(SubmitError):
+    """The request can never run on this server. `field` is its name in `GenerationRequest`."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+@dataclass(eq=False)
+class NotRunningError(SubmitError):
+    """The scheduler is draining, stopped, or its engine failed."""
+
+    message: str = field(default="the scheduler is not running")
+
+    def __str__(self) -> str:
+        return self.message
