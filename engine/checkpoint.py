@@ -24,9 +24,10 @@ from engine.models.qwen3_5_config import Qwen35Config
 from engine.norms import NormVerdict
 from engine.quant import QuantSpec
 
-FLOAT32_SUFFIXES = (".A_log",)
-"""Parameters that stay float32 whatever the activations are: exp(A_log) sets how long the recurrent
-state remembers, and rounding it to half precision changes that over thousands of steps."""
+FLOAT32_SUFFIXES = (".A_log", ".dt_bias")
+"""Parameters that stay float32 whatever the activations are: both go into the decay
+exp(-exp(A_log) · softplus(a + dt_bias)), which the recurrence raises to the power of the distance;
+rounding it to half precision changes what is remembered over thousands of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

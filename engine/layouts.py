@@ -8,6 +8,7 @@ mlx-lm 0.32.2, vLLM's qwen3_5_mtp.py for the MTP part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,6 +56,10 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     kind: Kind
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def quantizable(self) -> bool:

@@ -1,0 +1,267 @@
+"""Does it fit? Pure arithmetic over bytes, done before anything large is allocated.
+
+A Mac that over-commits wired memory panics, and a Linux host kills the process, so what an engine
+will hold at its worst is summed up against the device's working set, and the KV pool gets what is
+left or the engine refuses to start and names the number to change. Transients are upper estimates:
+they assume attention without a fused kernel, and the head's logits in float32 in a few copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BudgetError
+from engine.models.qwen3_5_config import Qwen35Config
+from engine.plan import pages_needed
+
+DEFAULT_ROW_TOKENS = 2048
+"""Tokens per row the pool is sized for when `kv_memory` is not set."""
+MIN_ROW_TOKENS = 256
+"""A pool that could not hold one row of this length (or of the whole context) is no service."""
+CPU_FRACTION = 0.75
+"""Part of the host's memory an engine on the CPU may plan with; the rest is everybody else's."""
+CUDA_FRACTION = 0.9
+"""Part of a CUDA device's memory to plan with: context, libraries and fragments take the rest."""
+RESERVE_FRACTION = 0.05
+MIN_RESERVE = 256 * 1024**2
+"""Held back for the allocator's slack, the runtime and what is not counted here."""
+LOGIT_COPIES = 4
+"""Float32 arrays of the vocabulary alive per verified position: logits, shaped, sorted, chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Bytes by what they are paid for."""
+
+    weight_bytes: int
+    page_bytes: int
+    """One page over all attention layers, MTP included."""
+    gather_bytes: int
+    """One page of one layer: attention reads a contiguous copy of a layer's live pages."""
+    row_bytes: int
+    """Recurrent state and the like per row, resident."""
+    verify_row_bytes: int
+    """Transient per row of a verify at the full depth."""
+    prefill_token_bytes: int
+    """Transient per token of a prefill chunk, scores aside."""
+    score_bytes: int
+    """Attention scores per (query token, key token) pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRow:
+    """One line of the table."""
+
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What fits, line by line."""
+
+    rows: tuple[BudgetRow, ...]
+    working_set: int
+    pages: int
+    """Usable pages of the pool, the null page not counted."""
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def free(self) -> int:
+        return self.working_set - self.total
+
+    @property
+    def cache_limit(self) -> int:
+        """For `mx.set_cache_limit`: freed buffers worth keeping are those the next step needs."""
+        return next(row.bytes for row in self.rows if row.name == "transient")
+
+    def table(self) -> str:
+        """The budget for people, one line per row."""
+        lines = [*self.rows, BudgetRow("free", self.free, f"of {size(self.working_set)}")]
+        return "\n".join(f"{r.name:<12}{size(r.bytes):>12}  {r.note}".rstrip() for r in lines)
+
+
+def size(count: int) -> str:
+    """Bytes for people, e.g. "1.50 GiB"."""
+    value, sign = float(abs(count)), "-" if count < 0 else ""
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.2f} {unit}"
+        value /= 1024
+    return f"{sign}{value:.2f} GiB"
+
+
+def device_working_set(info: Mapping[str, str | int], *, on_gpu: bool) -> int:
+    """Bytes an engine may plan with, from `mx.device_info()`; on the CPU from the host.
+
+    Raises BudgetError when a GPU does not say how much memory it has.
+    """
+    if not on_gpu:
+        return int(host_memory() * CPU_FRACTION)
+    recommended = info.get("max_recommended_working_set_size")
+    if isinstance(recommended, int) and recommended > 0:
+        return recommended  # Metal: more than this may be paged or refused
+    total = info.get("total_memory", info.get("memory_size"))
+    if not isinstance(total, int) or total <= 0:
+        raise BudgetError("the device does not report its memory", change="run on the CPU")
+    free = info.get("free_memory")
+    usable = int(total * CUDA_FRACTION)
+    return min(usable, free) if isinstance(free, int) and free > 0 else usable
+
+
+def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory of this host, or of its container where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (cgroup / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def estimate(
+    arch: Qwen35Config,
+    *,
+    weight_bytes: int,
+    item_bytes: int,
+    page_size: int,
+    depth: int,
+    mtp: bool,
+    keep_states: bool = True,
+) -> Costs:
+    """Costs of a model from its dimensions; `item_bytes` per activation and cached element.
+
+    `keep_states`: a verify keeps the recurrent state after every token until the commit has chosen
+    one, instead of replaying the block.
+    """
+    layers = arch.full_attention_layers + (1 if mtp else 0)
+    page_layer = 2 * page_size * arch.num_key_value_heads * arch.head_dim * item_bytes
+    memory = arch.value_dim * arch.linear_key_head_dim * 4
+    tail = (arch.linear_conv_kernel_dim - 1) * arch.conv_dim * item_bytes
+    attention = (3 * arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim
+    # The recurrence works in float32 on q, k, v of all value heads, whatever the activations are.
+    linear = 2 * arch.conv_dim + 4 * arch.linear_num_value_heads * arch.linear_key_head_dim
+    widest = max(3 * arch.intermediate_size, attention, linear)
+    token = (4 * arch.hidden_size + widest) * 4
+    logits = arch.vocab_size * 4
+    width = depth + 1
+    row = arch.linear_layers * (memory + tail) + width * arch.hidden_size * item_bytes
+    states = width * memory * (arch.linear_layers if keep_states and depth else 1)
+    inputs = arch.linear_layers * width * arch.conv_dim * 8
+    # A step makes a row's new state while the old one is still there.
+    verify = width * (LOGIT_COPIES * logits + token) + depth * logits + states + inputs + row
+    return Costs(
+        weight_bytes=weight_bytes,
+        page_bytes=layers * page_layer,
+        gather_bytes=page_layer,
+        row_bytes=row,
+        verify_row_bytes=verify,
+        prefill_token_bytes=token,
+        score_bytes=arch.num_attention_heads * 2 * max(item_bytes, 4),
+    )
+
+
+def plan_budget(
+    costs: Costs,
+    *,
+    working_set: int,
+    page_size: int,
+    max_rows: int,
+    prefill_chunk: int,
+    context: int,
+    kv_memory: int | None = None,
+) -> Budget:
+    """Size the pool. `context` is the most positions a row may occupy.
+
+    With `kv_memory` the pool is that large; without, it holds max_rows × min(context, 2048)
+    tokens, or what fits. Raises BudgetError naming the number to change: `kv_memory`, `max_rows`,
+    `prefill_chunk` or the model.
+    """
+    reserve = max(MIN_RESERVE, int(working_set * RESERVE_FRACTION))
+    # A row of one token more than the context never exists, but its last page may be part-filled.
+    least = pages_needed(min(context, MIN_ROW_TOKENS), page_size)
+
+    def rows_for(
+        pages: int, rows: int = max_rows, chunk: int = prefill_chunk
+    ) -> tuple[BudgetRow, ...]:
+        keys = min(context, pages * page_size)
+        transient = rows * costs.verify_row_bytes + pages * costs.gather_bytes
+        transient += chunk * (costs.prefill_token_bytes + keys * costs.score_bytes)
+        kv = (pages + 1) * costs.page_bytes
+        tokens = pages * page_size
+        return (
+            BudgetRow("weights", costs.weight_bytes, ""),
+            BudgetRow("kv pool", kv, f"{pages} pages of {page_size}: {tokens} tokens"),
+            BudgetRow("rows", rows * costs.row_bytes, f"{rows} rows"),
+            BudgetRow(
+                "transient", transient, f"prefill of {chunk} tokens and a verify of {rows} rows"
+            ),
+            BudgetRow("reserve", reserve, ""),
+        )
+
+    def fits(pages: int, rows: int = max_rows, chunk: int = prefill_chunk) -> bool:
+        return sum(row.bytes for row in rows_for(pages, rows, chunk)) <= working_set
+
+    if not fits(least):
+        rows = _largest(1, max_rows, lambda n: fits(least, rows=n))
+        chunk = _largest(1, prefill_chunk, lambda n: fits(least, chunk=n))
+        raise _too_small(rows_for(least), working_set, rows=rows, chunk=chunk)
+    if kv_memory is None:
+        wanted = max(least, pages_needed(max_rows * min(context, DEFAULT_ROW_TOKENS), page_size))
+        pages = _largest(least, wanted, fits)
+    else:
+        pages = kv_memory // costs.page_bytes - 1
+        if pages < least:
+            need = (least + 1) * costs.page_bytes
+            raise BudgetError(
+                f"kv_memory of {size(kv_memory)} cannot hold one row of {least * page_size} tokens",
+                change=f"raise kv_memory to at least {need} bytes",
+            )
+        if not fits(pages):
+            most = (_largest(least, pages, fits) + 1) * costs.page_bytes
+            raise BudgetError(
+                f"kv_memory of {size(kv_memory)} does not fit {size(working_set)} beside the rest",
+                change=f"lower kv_memory to at most {most} bytes",
+            )
+    return Budget(rows=rows_for(pages), working_set=working_set, pages=pages)
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Largest n in low…high for which a condition that only ever turns false holds; 0 if none."""
+    if not holds(low):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _too_small(
+    table: tuple[BudgetRow, ...], working_set: int, *, rows: int, chunk: int
+) -> BudgetError:
+    """`rows` and `chunk` are the largest values that would fit, 0 where none would."""
+    if rows:
+        change = f"lower max_rows to {rows}"
+    elif chunk:
+        change = f"lower prefill_chunk to {chunk}"
+    else:
+        change = "take a smaller or more strongly quantised model, or a device with more memory"
+    largest = max(table, key=lambda row: row.bytes)
+    need = sum(row.bytes for row in table)
+    what = f"needs {size(need)}, the device offers {size(working_set)}"
+    return BudgetError(
+        f"{what} (largest part: {largest.name}, {size(largest.bytes)})", change=change
+    )
