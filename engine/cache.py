@@ -86,10 +86,11 @@ class PagePool:
     def read(self, where: Window) -> tuple[mx.array, mx.array]:
         """All rows of the window's pages, [B, heads, P · page_size, head_dim] each."""
         table = where.table[:, :-1]
-        return self._gather(self.keys, table), self._gather(self.values, table)
+        return self.gather(self.keys, table), self.gather(self.values, table)
 
     @staticmethod
-    def _gather(pool: mx.array, table: mx.array) -> mx.array:
+    def gather(pool: mx.array, table: mx.array) -> mx.array:
+        """Rows of the pages in `table` [B, P], as [B, heads, P · page_size, head_dim]."""
         batch, columns = table.shape
         _, size, heads, dim = pool.shape
         rows = pool[table].reshape(batch, columns * size, heads, dim)

@@ -138,6 +138,22 @@ def load_weights(
     )
 
 
+def planned_bytes(checkpoint: Checkpoint, *, dtype: mx.Dtype, dequantize: bool) -> int:
+    """What `load_weights` will report as `weight_bytes`, MTP head included, before any weight is
+    read: a budget that does not fit can refuse before the memory is taken."""
+    total = 0
+    for name, array in checkpoint.tensors.items():
+        path, _, part = name.rpartition(".")
+        spec = checkpoint.quantization.get(path)
+        if spec is not None and dequantize:
+            total += array.size * 32 // spec.bits * dtype.size if part == "weight" else 0
+        elif not mx.issubdtype(array.dtype, mx.floating):
+            total += array.nbytes
+        else:
+            total += array.size * (4 if name.endswith(FLOAT32_SUFFIXES) else dtype.size)
+    return total
+
+
 def _map_tensors(manifest: Manifest) -> dict[str, mx.array]:
     """Lazy arrays by canonical name, with layout and norm changes applied."""
     files = {tensor.file for tensor in manifest.stored.values()}
@@ -209,7 +225,13 @@ def _dequantized(
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     dense = mx.dequantize(
-        weight, scales, biases, group_size=spec.group_size, bits=spec.bits, mode=spec.mode
+        weight,
+        scales,
+        biases,
+        group_size=spec.group_size,
+        bits=spec.bits,
+        mode=spec.mode,
+        dtype=mx.float32,
     )
     return dense.astype(dtype)
 
@@ -232,7 +254,7 @@ def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _arrays(module: Module) -> list[tuple[str, mx.array]]:
-    tree = module.parameters()  # type: ignore[no-untyped-call]
+    tree = module.parameters()
     return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 

@@ -70,8 +70,12 @@ class DecodeCycle:
         pools: list[PagePool],
         mtp_pool: PagePool | None,
         page_size: int,
+        keep_states: bool = True,
     ) -> None:
+        """`keep_states`: a verify keeps the recurrent state after each token and the commit picks
+        one; otherwise the commit replays the block. Same bits, memory against time."""
         self._model = model
+        self._keep_states = keep_states
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
@@ -93,7 +97,7 @@ class DecodeCycle:
             tokens = mx.concatenate([tokens, drafts.tokens], axis=1)
         where = window(rows.length, width, table, self._page_size)
         hidden, trails = self._model.trunk(
-            tokens, where, self._pools, list(rows.states), keep=depth > 0
+            tokens, where, self._pools, list(rows.states), keep=depth > 0 and self._keep_states
         )
         logits = self._model.head(hidden)
         decided = _decide(drafts, logits, statics, noise, limits)

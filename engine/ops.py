@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 
 
 def silu(x: mx.array) -> mx.array:
@@ -44,7 +46,7 @@ def causal_conv(u: mx.array, weight: mx.array, width: int) -> mx.array:
     return (windows * weight).sum(axis=2)
 
 
-def fuse_linears(layers: Sequence[nn.Module]) -> nn.Module | None:
+def fuse_linears(layers: Sequence[Module]) -> Module | None:
     """One linear layer whose output is the concatenation of the given layers' outputs.
 
     Returns None when they do not share one storage format (mixed quantisation); the caller then
@@ -54,14 +56,14 @@ def fuse_linears(layers: Sequence[nn.Module]) -> nn.Module | None:
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return None
-    if isinstance(first, nn.QuantizedLinear):
+    if isinstance(first, QuantizedLinear):
         formats = {(q.group_size, q.bits, q.mode) for q in layers if isinstance(q, type(first))}
         if len(formats) > 1:
             return None
-    elif not isinstance(first, nn.Linear):
+    elif not isinstance(first, Linear):
         return None
     fused = type(first).__new__(type(first))
-    nn.Module.__init__(fused)
+    Module.__init__(fused)
     for name in ("group_size", "bits", "mode"):
         if name in first.__dict__:
             setattr(fused, name, first.__dict__[name])

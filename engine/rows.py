@@ -48,7 +48,7 @@ class RowArrays:
 
     def take(self, rows: Sequence[int]) -> RowArrays:
         """Rows at these indices, in this order."""
-        index = mx.array(rows, mx.int32)
+        index = mx.array(list(rows), mx.int32)
         taken = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "states"}
         states = tuple(RecurrentState(s.conv[index], s.memory[index]) for s in self.states)
         return RowArrays(states=states, **taken)

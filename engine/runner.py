@@ -75,12 +75,17 @@ class MLXEngine:
         pools: list[PagePool],
         mtp_pool: PagePool | None,
         info: EngineInfo,
+        keep_states: bool = True,
         trace: bool = False,
     ) -> None:
         self._info = info
         self._pools = [*pools, mtp_pool] if mtp_pool is not None else list(pools)
         self._cycle = DecodeCycle(
-            model=model, pools=pools, mtp_pool=mtp_pool, page_size=info.page_size
+            model=model,
+            pools=pools,
+            mtp_pool=mtp_pool,
+            page_size=info.page_size,
+            keep_states=keep_states,
         )
         self._prefill = Prefill(
             model=model, pools=pools, mtp_pool=mtp_pool, page_size=info.page_size
@@ -90,12 +95,16 @@ class MLXEngine:
         self._flight: deque[_Step] = deque()
         self._failed = ""
         self._trace = trace
-        self._idle_since = time.perf_counter()
         self.traces: list[Trace] = []
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    def described(self, info: EngineInfo) -> MLXEngine:
+        """The same engine with other notes."""
+        self._info = info
+        return self
 
     def submit(self, plan: StepPlan) -> None:
         """Build the step's graph, and run it unless another step is running."""
@@ -157,7 +166,7 @@ class MLXEngine:
 
     def _dispatch(self, step: _Step) -> None:
         step.started = time.perf_counter()
-        mx.async_eval(step.pending)  # type: ignore[no-untyped-call]  # MLX's stub lacks types
+        mx.async_eval(step.pending)
         step.pending = []
 
     def _build(self, step: _Step) -> None:

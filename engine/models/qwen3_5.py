@@ -13,7 +13,10 @@ H hidden size.
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 
 from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window
 from engine.models.delta import delta_rule
@@ -21,7 +24,7 @@ from engine.models.qwen3_5_config import Qwen35Config
 from engine.ops import causal_conv, fuse_linears, silu, unit_scale
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Grouped-query attention with normed q and k, partial RoPE and a sigmoid output gate."""
 
     def __init__(self, c: Qwen35Config) -> None:
@@ -33,12 +36,12 @@ class Attention(nn.Module):
         )
         self.rotary_dims, self.rope_theta = c.rotary_dims, c.rope_theta
         width = self.heads * self.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, 2 * width, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(width, c.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.q_proj = Linear(c.hidden_size, 2 * width, bias=False)
+        self.k_proj = Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(width, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
 
     def fuse(self) -> None:
         """Merge the three input projections into one where their formats allow it."""
@@ -91,7 +94,7 @@ class Attention(nn.Module):
         return self.attend(q, keys, values, where.mask, gate)
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(Module):
     """Gated DeltaNet mixer: short convolution, delta-rule memory, gated norm."""
 
     def __init__(self, c: Qwen35Config) -> None:
@@ -101,15 +104,15 @@ class DeltaNet(nn.Module):
         self.taps = c.linear_conv_kernel_dim
         keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
         self.channels = 2 * keys + values
-        self.in_proj_qkv = nn.Linear(c.hidden_size, self.channels, bias=False)
-        self.in_proj_z = nn.Linear(c.hidden_size, values, bias=False)
-        self.in_proj_b = nn.Linear(c.hidden_size, self.v_heads, bias=False)
-        self.in_proj_a = nn.Linear(c.hidden_size, self.v_heads, bias=False)
+        self.in_proj_qkv = Linear(c.hidden_size, self.channels, bias=False)
+        self.in_proj_z = Linear(c.hidden_size, values, bias=False)
+        self.in_proj_b = Linear(c.hidden_size, self.v_heads, bias=False)
+        self.in_proj_a = Linear(c.hidden_size, self.v_heads, bias=False)
         self.conv1d = DepthwiseWeight(self.channels, self.taps)
         self.A_log = mx.zeros((self.v_heads,), mx.float32)
         self.dt_bias = mx.zeros((self.v_heads,), mx.float32)
-        self.norm = nn.RMSNorm(self.v_dim, eps=c.rms_norm_eps)
-        self.out_proj = nn.Linear(values, c.hidden_size, bias=False)
+        self.norm = RMSNorm(self.v_dim, eps=c.rms_norm_eps)
+        self.out_proj = Linear(values, c.hidden_size, bias=False)
 
     def fuse(self) -> None:
         """Merge the input projections where formats allow it, and fold constants of the gates."""
@@ -118,9 +121,10 @@ class DeltaNet(nn.Module):
         if fused is not None:
             self.in_proj = fused
             del self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Constants of the gates and norms in the form the forward pass wants them."""
         # l2 norm of q and k with q's extra Dk^-0.5 (mtp-checkpoints: q ← q/‖q‖ · Dk^-0.5).
         q_scale, k_scale = self.k_dim**-1.0, self.k_dim**-0.5
         scales = [q_scale] * self.k_heads + [k_scale] * self.k_heads
@@ -176,7 +180,7 @@ class DeltaNet(nn.Module):
         return self.out_proj(gated.reshape(batch, width, -1)), trail
 
 
-class DepthwiseWeight(nn.Module):
+class DepthwiseWeight(Module):
     """Weight of a depthwise convolution, [C, K, 1] as MLX files hold it."""
 
     def __init__(self, channels: int, taps: int) -> None:
@@ -184,14 +188,14 @@ class DepthwiseWeight(nn.Module):
         self.weight = mx.zeros((channels, taps, 1))
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Module):
     """down(silu(gate(x)) · up(x))."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
+        self.gate_proj = Linear(hidden, width, bias=False)
+        self.up_proj = Linear(hidden, width, bias=False)
+        self.down_proj = Linear(width, hidden, bias=False)
 
     def fuse(self) -> None:
         fused = fuse_linears([self.gate_proj, self.up_proj])
@@ -207,13 +211,13 @@ class SwiGLU(nn.Module):
         return self.down_proj(silu(gate) * up)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     """x ← x + mixer(norm(x)); x ← x + ffn(norm(x))."""
 
     def __init__(self, c: Qwen35Config, *, full_attention: bool) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         if full_attention:
             self.self_attn = Attention(c)
         else:
@@ -237,29 +241,29 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x + out), trail
 
 
-class Trunk(nn.Module):
+class Trunk(Module):
     """Embedding, decoder layers, final norm."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = [
             DecoderLayer(c, full_attention=c.is_full_attention(i))
             for i in range(c.num_hidden_layers)
         ]
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
 
-class MtpHead(nn.Module):
+class MtpHead(Module):
     """The MTP layer. It owns no embedding and no LM head: it borrows the trunk's."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.pre_fc_norm_embedding = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        self.pre_fc_norm_hidden = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.fc = Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+        self.pre_fc_norm_embedding = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.pre_fc_norm_hidden = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.layers = [DecoderLayer(c, full_attention=True)]
-        self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
 
     def combine(self, embedding: mx.array, hidden: mx.array) -> mx.array:
         """fc([norm(E) ‖ norm(h)]), embedding first."""
@@ -267,7 +271,7 @@ class MtpHead(nn.Module):
         return self.fc(mx.concatenate(parts, axis=-1))
 
 
-class Qwen35Model(nn.Module):
+class Qwen35Model(Module):
     """Trunk, head and MTP behind the calls every family offers."""
 
     def __init__(self, config: Qwen35Config, *, with_mtp: bool) -> None:
@@ -275,7 +279,7 @@ class Qwen35Model(nn.Module):
         self.config = config
         self.model = Trunk(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if with_mtp:
             self.mtp = MtpHead(config)
 
@@ -299,7 +303,9 @@ class Qwen35Model(nn.Module):
         return [mixer.zero_state(batch, dtype) for mixer in linear]
 
     def embed(self, tokens: mx.array) -> mx.array:
-        return self.model.embed_tokens(tokens)
+        """Embeddings [..., H]."""
+        embedding: mx.array = self.model.embed_tokens(tokens)
+        return embedding
 
     def trunk(
         self,
@@ -328,9 +334,10 @@ class Qwen35Model(nn.Module):
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits in float32, [..., V]."""
-        if "lm_head" in self:
-            return self.lm_head(hidden).astype(mx.float32)
-        return self.model.embed_tokens.as_linear(hidden).astype(mx.float32)
+        tied = "lm_head" not in self
+        project = self.model.embed_tokens.as_linear if tied else self.lm_head
+        logits: mx.array = project(hidden)
+        return logits.astype(mx.float32)
 
     def mtp_exact(
         self, hidden: mx.array, tokens: mx.array, where: Window, pool: PagePool
@@ -340,7 +347,8 @@ class Qwen35Model(nn.Module):
         Writes the slots' keys and values; returns the MTP's output [B, W, H].
         """
         x = self.mtp.combine(self.embed(tokens), hidden)
-        return self.mtp.norm(self.mtp.layers[0].attention(x, where, pool))
+        out: mx.array = self.mtp.norm(self.mtp.layers[0].attention(x, where, pool))
+        return out
 
     def mtp_draft(
         self,
@@ -358,7 +366,8 @@ class Qwen35Model(nn.Module):
         q, k, v, gate = layer.self_attn.project(normed, past.position)
         keys, values, mask = past.extend(k, v.transpose(0, 2, 1, 3))
         x = layer.feed_forward(x + layer.self_attn.attend(q, keys, values, mask, gate))
-        return self.mtp.norm(x)
+        out: mx.array = self.mtp.norm(x)
+        return out
 
 
 class DraftPast:
@@ -369,8 +378,8 @@ class DraftPast:
 
     def __init__(self, pool: PagePool, table: mx.array, slots: mx.array) -> None:
         columns = table[:, :-1]
-        self.keys = PagePool._gather(pool.keys, columns)
-        self.values = PagePool._gather(pool.values, columns)
+        self.keys = PagePool.gather(pool.keys, columns)
+        self.values = PagePool.gather(pool.values, columns)
         positions = mx.arange(self.keys.shape[2], dtype=mx.int32)
         self.mask = (positions[None, :] < slots[:, None])[:, None, None, :]
         self.position = slots

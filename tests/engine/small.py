@@ -56,9 +56,10 @@ def small_model(seed: int = 0, *, vocab: int = 96) -> Qwen35Model:
     config = Qwen35Config.from_dict(CONFIG | {"vocab_size": vocab})
     model = Qwen35Model(config, with_mtp=True)
     rng = np.random.default_rng(seed)
+    parameters: Any = tree_flatten(model.parameters())
     weights = [
         (name, mx.array(_random(rng, name, tuple(array.shape)), mx.float32))
-        for name, array in tree_flatten(model.parameters())
+        for name, array in parameters
     ]
     model.load_weights(weights)
     model.fuse()
@@ -75,7 +76,8 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
     if "norm" in name:
         return 1.0 + 0.1 * noise
     scale = 6.0 if "embed" in name else 1.0
-    return scale * noise / np.sqrt(shape[-1])
+    scaled: NDArray[np.float64] = scale * noise / np.sqrt(shape[-1])
+    return scaled
 
 
 def engine_over(

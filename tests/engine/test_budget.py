@@ -74,6 +74,7 @@ def test_table_names_every_part() -> None:
         "free",
     ]
     assert "2048 pages of 16: 32768 tokens" in lines[1]
+    assert plan().rows[1].bytes == 2049 * COSTS.page_bytes, "the null page is paid for too"
 
 
 def test_transient_is_the_cache_limit() -> None:

@@ -13,7 +13,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx.utils import tree_flatten
 
-from engine.checkpoint import Checkpoint, load_weights, read_checkpoint
+from engine.checkpoint import Checkpoint, load_weights, planned_bytes, read_checkpoint
 from engine.errors import CheckpointError
 from engine.headers import read_floats, read_header
 from engine.models.qwen3_5 import Qwen35Model
@@ -102,6 +102,31 @@ def test_packed_geometry_is_inferred_where_the_config_is_silent(tmp_path: Path) 
     assert read_checkpoint(folder).quantization == expected
 
 
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group"),
+    [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("affine", 3, 32), ("affine", 6, 32)],
+)
+def test_every_packing_mlx_has_is_loaded(
+    tmp_path: Path, mode: str, bits: int, group: int, dequantize: bool
+) -> None:
+    folder = write_checkpoint(tmp_path, "hf")
+    tensors = base_weights("hf")
+    dense = mx.array(tensors.pop("lm_head.weight"))
+    packed = mx.quantize(dense, group_size=group, bits=bits, mode=mode)
+    parts = ("weight", "scales", "biases")[: len(packed)]
+    tensors |= {f"lm_head.{p}": np.array(a) for p, a in zip(parts, packed, strict=True)}
+    write_safetensors(folder / "model.safetensors", tensors)
+    checkpoint = read_checkpoint(folder)
+    assert str(checkpoint.quantization["lm_head"]) == f"{mode} {bits}-bit, group {group}"
+    module = module_for(checkpoint)
+    load_weights(module, checkpoint, dtype=mx.float32, dequantize=dequantize)
+    expected = mx.dequantize(*packed, group_size=group, bits=bits, mode=mode, dtype=mx.float32)
+    x = mx.random.normal((3, 64), key=mx.random.key(0))
+    difference = mx.abs(module.lm_head(x) - x @ expected.T).max()
+    assert float(difference) < 1e-4
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_load_fills_the_module_exactly(tmp_path: Path, variant: str) -> None:
     checkpoint = read_checkpoint(write_checkpoint(tmp_path, variant))
@@ -152,6 +177,19 @@ def test_half_precision_spares_what_the_recurrence_needs(tmp_path: Path, dequant
         exact = name.endswith((".A_log", ".dt_bias"))
         allowed = {mx.float32} if exact else {mx.bfloat16, mx.uint32}
         assert value.dtype in allowed, name
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize("variant", ["hf", "mlx_4bit"])
+def test_bytes_are_known_before_loading(
+    tmp_path: Path, variant: str, dequantize: bool, dtype: mx.Dtype
+) -> None:
+    checkpoint = read_checkpoint(write_checkpoint(tmp_path, variant))
+    planned = planned_bytes(checkpoint, dtype=dtype, dequantize=dequantize)
+    module = module_for(checkpoint)
+    report = load_weights(module, checkpoint, dtype=dtype, dequantize=dequantize)
+    assert planned == report.weight_bytes
 
 
 def test_a_module_without_head_leaves_the_head_unloaded_and_says_so(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def published(q: float, k: float, low: float, negative: float) -> dict[str, np.n
         (published(0.73, 0.75, 0.35, 0.4), True),
         (published(1.73, 1.75, 0.87, 0.0), False),
         (published(1.74, 1.73, 1.35, 0.0), False),
+        (published(1.0, 1.0, 0.87, 0.0), False),
     ],
 )
 def test_verdict_on_published_figures(head: dict[str, np.ndarray], delta: bool) -> None:

@@ -1,0 +1,253 @@
+"""Build an engine from a checkpoint folder: check, budget, load, gate, warm up.
+
+This module imports MLX only inside `load_engine`, because the BLAS must be chosen before that
+import, and MLX's streams belong to the thread that first uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.blas import Blas, describe_blas, prepare_blas
+from engine.budget import Budget, device_working_set, estimate, plan_budget
+from engine.config import EngineConfig
+from engine.plan import EngineInfo
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from engine.checkpoint import Checkpoint, LoadReport
+    from engine.models.qwen3_5 import Qwen35Model
+    from engine.runner import MLXEngine
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while loading."""
+
+_STAGES = ("reading the checkpoint", "loading weights", "reserving memory", "checking the MTP head")
+
+STATES_SHARE = 8
+"""Intermediate recurrent states of a verify may take 1/8 of the working set; beyond that a commit
+replays the block instead of picking a state."""
+
+
+def load_engine(
+    config: EngineConfig, progress: Progress | None = None, *, trace: bool = False
+) -> MLXEngine:
+    """Load `config.model` and return an engine that is ready to run.
+
+    Call it on the thread that will own the engine. `trace` keeps the logits behind every token
+    (tests). Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the
+    file, tensor, key or number at fault, before memory is taken where that can be known.
+    """
+    config.validate()
+    blas = prepare_blas(config.blas)
+
+    import mlx.core as mx
+
+    from engine.checkpoint import planned_bytes, read_checkpoint
+
+    def stage(index: int) -> None:
+        if progress is not None:
+            progress((*_STAGES, "ready")[index], index, len(_STAGES))
+
+    stage(0)
+    on_gpu = mx.default_device().type == mx.gpu
+    checkpoint = read_checkpoint(config.model)
+    setup = _Setup(
+        config=config,
+        checkpoint=checkpoint,
+        blas=describe_blas(blas, on_gpu=on_gpu),
+        on_gpu=on_gpu,
+        dtype=_dtype(config, checkpoint, on_gpu=on_gpu),
+        dequantize=config.weights == "dequantize" or (config.weights == "auto" and not on_gpu),
+        mtp=checkpoint.has_mtp and config.max_depth > 0,
+        trace=trace,
+    )
+    if not setup.mtp:
+        for name in [name for name in checkpoint.tensors if name.startswith("mtp.")]:
+            del checkpoint.tensors[name]
+    planned = planned_bytes(checkpoint, dtype=setup.dtype, dequantize=setup.dequantize)
+    plan = setup.budget(planned)
+    mx.set_cache_limit(plan.budget.cache_limit)
+    stage(1)
+    model, report = setup.load_model()
+    stage(2)
+    engine = setup.assemble(model, setup.describe(report, plan), plan)
+    stage(3)
+    if setup.mtp and config.mtp_gate == "auto":
+        engine = setup.gated(engine, model, plan)
+    stage(4)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    budget: Budget
+    context: int
+    keep_states: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    """Everything decided before the first weight is read, and the steps that follow from it."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    blas: Blas
+    on_gpu: bool
+    dtype: mx.Dtype
+    dequantize: bool
+    mtp: bool
+    trace: bool
+
+    def budget(self, weight_bytes: int) -> _Plan:
+        """The memory plan, and whether verifies keep intermediate recurrent states."""
+        import mlx.core as mx
+
+        config, arch = self.config, self.checkpoint.arch
+        context = arch.max_position_embeddings
+        if config.context is not None:
+            context = min(context, config.context)
+        working_set = device_working_set(mx.device_info(), on_gpu=self.on_gpu)
+        state = arch.value_dim * arch.linear_key_head_dim * 4 * arch.linear_layers
+        states = state * config.max_rows * (config.max_depth + 1)
+        keep_states = states <= working_set // STATES_SHARE
+        costs = estimate(
+            arch,
+            weight_bytes=weight_bytes,
+            item_bytes=self.dtype.size,
+            page_size=config.page_size,
+            depth=config.max_depth if self.mtp else 0,
+            mtp=self.mtp,
+            keep_states=keep_states,
+        )
+        budget = plan_budget(
+            costs,
+            working_set=working_set,
+            page_size=config.page_size,
+            max_rows=config.max_rows,
+            prefill_chunk=config.prefill_chunk,
+            context=context,
+            kv_memory=config.kv_memory,
+        )
+        context = min(context, budget.pages * config.page_size)
+        return _Plan(budget=budget, context=context, keep_states=keep_states)
+
+    def load_model(self) -> tuple[Qwen35Model, LoadReport]:
+        """The model with its weights in place, evaluated."""
+        import mlx.core as mx
+
+        from engine.checkpoint import load_weights
+        from engine.models.qwen3_5 import Qwen35Model
+
+        model = Qwen35Model(self.checkpoint.arch, with_mtp=self.mtp)
+        report = load_weights(model, self.checkpoint, dtype=self.dtype, dequantize=self.dequantize)
+        model.fuse()
+        mx.eval(model.parameters())
+        return model, report
+
+    def describe(self, report: LoadReport, plan: _Plan) -> EngineInfo:
+        """The engine's facts as far as they are known before its pools exist."""
+        config, checkpoint = self.config, self.checkpoint
+        blas_note = (self.blas.note,) if self.blas.note else ()
+        return EngineInfo(
+            model=config.model.name,
+            family=checkpoint.family,
+            vocab_size=checkpoint.arch.vocab_size,
+            context_length=plan.context,
+            layers=checkpoint.arch.num_hidden_layers,
+            mtp_layers=1 if self.mtp else 0,
+            max_depth=config.max_depth if self.mtp else 0,
+            max_rows=config.max_rows,
+            pages=plan.budget.pages,
+            page_size=config.page_size,
+            page_bytes=0,
+            row_bytes=0,
+            weight_bytes=report.weight_bytes,
+            parameters=report.parameters,
+            dtype=str(self.dtype).removeprefix("mlx.core."),
+            quantization=report.quantization,
+            device=_device_name(on_gpu=self.on_gpu),
+            blas=self.blas.name,
+            notes=(*checkpoint.notes, *report.notes, *blas_note),
+        )
+
+    def assemble(self, model: Qwen35Model, info: EngineInfo, plan: _Plan) -> MLXEngine:
+        """An engine with fresh page pools over a loaded model."""
+        import mlx.core as mx
+
+        from engine.cache import PagePool
+        from engine.runner import MLXEngine
+
+        count = model.attention_layers + (1 if info.max_depth else 0)
+        pools = [
+            PagePool(
+                pages=info.pages,
+                page_size=info.page_size,
+                heads=model.config.num_key_value_heads,
+                head_dim=model.config.head_dim,
+                dtype=self.dtype,
+            )
+            for _ in range(count)
+        ]
+        mx.eval([array for pool in pools for array in (pool.keys, pool.values)])
+        info = replace(
+            info,
+            page_bytes=sum(pool.nbytes for pool in pools) // (info.pages + 1),
+            row_bytes=sum(s.conv.nbytes + s.memory.nbytes for s in model.zero_states(1)),
+        )
+        return MLXEngine(
+            model=model,
+            pools=pools[: model.attention_layers],
+            mtp_pool=pools[-1] if info.max_depth else None,
+            info=info,
+            keep_states=plan.keep_states,
+            trace=self.trace,
+        )
+
+    def gated(self, engine: MLXEngine, model: Qwen35Model, plan: _Plan) -> MLXEngine:
+        """The engine as it is when its head agrees with its trunk, else one that never drafts."""
+        from engine.gate import validate_mtp_support
+
+        verdict = validate_mtp_support(engine, _start_token(self.checkpoint))
+        info = replace(engine.info, notes=(*engine.info.notes, str(verdict)))
+        if verdict.passed:
+            engine.traces.clear()
+            return engine.described(info)
+        engine.close()
+        return self.assemble(model, replace(info, mtp_layers=0, max_depth=0), plan)
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, *, on_gpu: bool) -> mx.Dtype:
+    import mlx.core as mx
+
+    if config.dtype == "auto":
+        return checkpoint.dtype if on_gpu else mx.float32
+    named: dict[str, Any] = {
+        "float32": mx.float32,
+        "bfloat16": mx.bfloat16,
+        "float16": mx.float16,
+    }
+    chosen: mx.Dtype = named[config.dtype]
+    return chosen
+
+
+def _start_token(checkpoint: Checkpoint) -> int:
+    """A token that a text may begin with: the model's own beginning or end of text."""
+    for source in (checkpoint.text_config, checkpoint.config):
+        for key in ("bos_token_id", "eos_token_id"):
+            value = source.get(key)
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and 0 <= value < checkpoint.arch.vocab_size:
+                return value
+    return 0
+
+
+def _device_name(*, on_gpu: bool) -> str:
+    import mlx.core as mx
+
+    info = mx.device_info()
+    name = info.get("device_name") or info.get("architecture") or "unknown"
+    return f"{'gpu' if on_gpu else 'cpu'}: {name}"

@@ -1,0 +1,127 @@
+"""`load_engine`, start to end, on tiny checkpoints: what it builds, refuses and says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import BudgetError, CheckpointError, ConfigError
+from engine.gate import FLOOR
+from engine.load import load_engine
+from engine.plan import EngineFailedError, StepPlan
+from engine.solo import generate
+from tests.engine.small import greedy
+from tests.engine.tiny_checkpoints import write_checkpoint
+
+
+def config(folder: Path, **changes: object) -> EngineConfig:
+    """Small enough for any machine; random heads agree with nothing, so the gate is off."""
+    base = EngineConfig(
+        model=folder, blas="reference", max_rows=4, page_size=8, kv_memory=1 << 22, mtp_gate="off"
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, "hf")
+
+
+def test_an_engine_tells_what_it_is(folder: Path) -> None:
+    stages: list[tuple[str, int, int]] = []
+    engine = load_engine(config(folder), lambda *stage: stages.append(stage))
+    info = engine.info
+    assert (info.family, info.vocab_size, info.layers, info.mtp_layers) == ("qwen3_5", 160, 4, 1)
+    assert (info.max_depth, info.max_rows, info.page_size) == (8, 4, 8)
+    assert info.pages * info.page_bytes <= 1 << 22
+    assert info.weight_bytes == info.parameters * 4
+    assert info.blas == "mlx reference"
+    assert info.dtype == "float32"
+    assert stages[-1][0] == "ready"
+    assert [done for _, done, _ in stages] == sorted(done for _, done, _ in stages)
+
+
+@pytest.mark.parametrize("weights", ["keep", "dequantize"])
+def test_packed_and_dequantised_weights_decode_alike(tmp_path: Path, weights: str) -> None:
+    folder = write_checkpoint(tmp_path, "mlx_4bit")
+    engine = load_engine(config(folder, weights=weights))
+    dense = load_engine(config(folder, weights="dequantize"))
+    assert ("dequantized" in engine.info.quantization) == (weights == "dequantize")
+    prompt = [5, 9, 100, 3]
+    found = generate(engine, [(prompt, greedy(12))], depth=2)[0]
+    assert found.tokens == generate(dense, [(prompt, greedy(12))])[0].tokens
+
+
+def test_depth_zero_without_mtp_tensors(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "mlx")
+    (folder / "mtp.safetensors").unlink()
+    engine = load_engine(config(folder, mtp_gate="auto"))
+    assert engine.info.max_depth == 0
+    assert engine.info.mtp_layers == 0
+    assert sum("MTP" in note for note in engine.info.notes) == 1
+    assert len(generate(engine, [([1, 2, 3], greedy(5))])[0].tokens) == 5
+
+
+def test_max_depth_zero_leaves_the_head_on_disk(folder: Path) -> None:
+    off = load_engine(config(folder, max_depth=0))
+    on = load_engine(config(folder))
+    assert off.info.max_depth == 0
+    assert off.info.weight_bytes < on.info.weight_bytes
+    assert off.info.page_bytes < on.info.page_bytes
+
+
+def test_the_gate_turns_a_head_off_that_agrees_with_nothing(folder: Path) -> None:
+    engine = load_engine(config(folder, mtp_gate="auto"))
+    assert engine.info.max_depth == 0
+    assert any("gate failed" in note and f"{FLOOR:.0%}" in note for note in engine.info.notes)
+    assert len(generate(engine, [([1, 2, 3], greedy(5))])[0].tokens) == 5
+
+
+def test_replaying_engines_decode_alike(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine import load
+
+    picking = load_engine(config(folder))
+    monkeypatch.setattr(load, "STATES_SHARE", 1 << 60)
+    replaying = load_engine(config(folder))
+    assert picking._cycle._keep_states
+    assert not replaying._cycle._keep_states
+    requests = [([7, 8, 9], greedy(20)), ([4], greedy(20))]
+    one, two = (generate(engine, requests, depth=3) for engine in (picking, replaying))
+    assert [r.tokens for r in one] == [r.tokens for r in two]
+
+
+def test_a_context_cap_is_obeyed(folder: Path) -> None:
+    assert load_engine(config(folder, context=64)).info.context_length == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_memory": 1000}, "raise kv_memory to at least"),
+        ({"kv_memory": 1 << 50}, "lower kv_memory to at most"),
+    ],
+)
+def test_budget_errors_name_the_number(
+    folder: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BudgetError, match=message):
+        load_engine(config(folder, **changes))
+
+
+def test_config_and_checkpoint_errors_pass_through(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_rows"):
+        load_engine(config(folder, max_rows=0))
+    (folder / "model.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_engine(config(folder))
+
+
+def test_a_closed_engine_refuses(folder: Path) -> None:
+    engine = load_engine(config(folder))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineFailedError):
+        engine.submit(StepPlan(step=0))
