@@ -119,8 +119,9 @@ class RecurrentTrail:
     rows: mx.array
     """[B, K - 1 + W, C]: convolution inputs, the ones before the block first."""
     memories: tuple[mx.array, ...]
-    """State after token t, for each t < W; empty when the pass kept only the inputs below."""
+    """State after token t, [1, B, Hv, Dv, Dk], for each t < W; empty when the pass kept only the
+    inputs below."""
     last: mx.array
-    """State after the last token."""
+    """State after the last token, [1, B, Hv, Dv, Dk]."""
     inputs: tuple[mx.array, mx.array, mx.array, mx.array]
     """k, v, decay, β of the block, as the recurrence consumed them (see `delta_rule`)."""

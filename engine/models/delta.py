@@ -13,46 +13,60 @@ import mlx.core as mx
 from engine.cache import RecurrentState, RecurrentTrail
 
 
+Step = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+"""One token: key as column and as row, value as column, decay, β; each [1, B, H, ·, ·]."""
+
+
 def delta_rule(
     q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, memory: mx.array
 ) -> tuple[mx.array, list[mx.array]]:
     """Run W tokens from `memory` [B, H, Dv, Dk].
 
     q, k [B, W, H, Dk]; v [B, W, H, Dv]; decay, beta [B, W, H]. Returns outputs [B, W, H, Dv] and
-    the memory after each token.
+    the memory after each token, [1, B, H, Dv, Dk] each (a leading axis of one spares a slice of
+    every input at every token).
     """
-    width = q.shape[1]
-    queries = mx.split(q[..., None], width, axis=1)
+    queries = mx.split(_by_token(q)[..., None], q.shape[1], axis=0)
+    memory = memory[None]
     outputs: list[mx.array] = []
     memories: list[mx.array] = []
     for query, step in zip(queries, _steps(k, v, decay, beta), strict=True):
         memory = _update(memory, *step)
-        outputs.append((memory @ query[:, 0])[..., 0])
+        outputs.append(memory @ query)
         memories.append(memory)
-    return mx.stack(outputs, axis=1), memories
+    return mx.concatenate(outputs, axis=0)[..., 0].swapaxes(0, 1), memories
 
 
-def _steps(
-    k: mx.array, v: mx.array, decay: mx.array, beta: mx.array
-) -> list[tuple[mx.array, mx.array, mx.array, mx.array]]:
-    """The block's inputs cut into tokens, each shaped for `_update`."""
-    width = k.shape[1]
-    parts = (
-        mx.split(k[..., None], width, axis=1),
-        mx.split(v[..., None], width, axis=1),
-        mx.split(decay[..., None, None], width, axis=1),
-        mx.split(beta[..., None, None], width, axis=1),
+def _by_token(x: mx.array) -> mx.array:
+    """[B, W, …] → [W, B, …]."""
+    return x.swapaxes(0, 1)
+
+
+def _steps(k: mx.array, v: mx.array, decay: mx.array, beta: mx.array) -> list[Step]:
+    """The block's inputs cut into tokens."""
+    k, v, decay, beta = (_by_token(x) for x in (k, v, decay, beta))
+    shaped = (
+        k[..., None],
+        k[..., None, :],
+        v[..., None],
+        decay[..., None, None],
+        beta[..., None, None],
     )
-    return [(kt[:, 0], vt[:, 0], gt[:, 0], bt[:, 0]) for kt, vt, gt, bt in zip(*parts, strict=True)]
+    return list(zip(*(mx.split(x, k.shape[0], axis=0) for x in shaped), strict=True))
 
 
 def _update(
-    memory: mx.array, key: mx.array, value: mx.array, decay: mx.array, beta: mx.array
+    memory: mx.array,
+    key: mx.array,
+    key_row: mx.array,
+    value: mx.array,
+    decay: mx.array,
+    beta: mx.array,
 ) -> mx.array:
-    """One token: key [B, H, Dk, 1], value [B, H, Dv, 1], decay and beta [B, H, 1, 1]."""
+    """One token of the recurrence."""
     memory = memory * decay
     delta = (value - memory @ key) * beta
-    return memory + delta * key.swapaxes(-1, -2)
+    return memory + delta * key_row
 
 
 def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
@@ -71,15 +85,15 @@ def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
 def keep_all(trail: RecurrentTrail) -> RecurrentState:
     """The state after the whole block."""
     tail = trail.before.conv.shape[1]
-    return RecurrentState(conv=trail.rows[:, -tail:], memory=trail.last)
+    return RecurrentState(conv=trail.rows[:, -tail:], memory=trail.last[0])
 
 
 def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:
-    count = count[:, None, None, None]
-    memory = trail.before.memory
+    count = count[None, :, None, None, None]
+    memory = trail.before.memory[None]
     for step, candidate in enumerate(trail.memories, start=1):
         memory = mx.where(count == step, candidate, memory)
-    return memory
+    return memory[0]
 
 
 def replay(trail: RecurrentTrail, count: mx.array) -> mx.array:
@@ -90,7 +104,7 @@ def replay(trail: RecurrentTrail, count: mx.array) -> mx.array:
     k, v, decay, beta = trail.inputs
     alive = (mx.arange(k.shape[1], dtype=count.dtype)[None, :] < count[:, None])[..., None]
     decay, beta = mx.where(alive, decay, 1.0), mx.where(alive, beta, 0.0)
-    memory = trail.before.memory
+    memory = trail.before.memory[None]
     for step in _steps(k, v, decay, beta):
         memory = _update(memory, *step)
-    return memory
+    return memory[0]

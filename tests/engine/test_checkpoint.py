@@ -38,7 +38,7 @@ def module_for(checkpoint: Checkpoint, *, with_mtp: bool = True) -> Qwen35Model:
 
 
 def parameters(module: Module) -> dict[str, mx.array]:
-    return dict(tree_flatten(module.parameters()))  # type: ignore[no-untyped-call]
+    return dict(tree_flatten(module.parameters()))
 
 
 @pytest.mark.parametrize("variant", ["hf", "hf_tied", "mlx_4bit"])
