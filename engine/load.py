@@ -44,6 +44,16 @@ def load_engine(
     config.validate()
     blas = prepare_blas(config.blas)
 
+    from engine.runner import leave_thread
+
+    try:
+        return _load(config, blas, progress, trace)
+    except BaseException:
+        leave_thread()
+        raise
+
+
+def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bool) -> MLXEngine:
     import mlx.core as mx
 
     from engine.checkpoint import planned_bytes, read_checkpoint

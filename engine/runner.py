@@ -8,6 +8,7 @@ running operation holds it, so a step submitted behind a running one would copy 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,7 @@ class MLXEngine:
         self._prefilling: dict[int, PrefillRow] = {}
         self._flight: deque[_Step] = deque()
         self._failed = ""
+        self._closed = False
         self._trace = trace
         self.traces: list[Trace] = []
 
@@ -148,12 +150,17 @@ class MLXEngine:
         )
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._failed = self._failed or "the engine was closed"
         self._flight.clear()
         self._prefilling.clear()
         self._table = RowTable(self._info.vocab_size)
         self._pools.clear()
+        del self._cycle, self._prefill
         mx.clear_cache()
+        leave_thread()
 
     def _check_alive(self) -> None:
         if self._failed:
@@ -269,6 +276,17 @@ class MLXEngine:
     def _check_pages(self, pages: np.ndarray) -> None:
         if pages.size and (pages.min() < NULL_PAGE or pages.max() > self._info.pages):
             raise ValueError(f"page ids must be in 0…{self._info.pages}")
+
+
+def leave_thread() -> None:
+    """Give up this thread's MLX streams, unless it is the main thread.
+
+    A thread that used MLX must do so before it ends, or the process aborts at exit ("terminate
+    called without an active exception"). MLX is of no use on it afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        mx.synchronize()
+        mx.clear_streams()
 
 
 def _result(

@@ -1,0 +1,42 @@
+"""Who runs next: queue, sequences, pages, depth, the loop. Knows tokens, pages and time; no arrays
+on a device, no network, and no clock it was not given."""
+
+from scheduler.admission import Limits
+from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.loop import RequestHandle, Scheduler, StepRecord
+from scheduler.pages import IntegrityError
+from scheduler.request import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequestError,
+    NotRunningError,
+    QueueFullError,
+    SubmitError,
+    Tokens,
+    Usage,
+)
+from scheduler.statistics import Statistics
+
+__all__ = [
+    "Event",
+    "FinishReason",
+    "Finished",
+    "GenerationRequest",
+    "IntegrityError",
+    "InvalidRequestError",
+    "Limits",
+    "NotRunningError",
+    "QueueFullError",
+    "RequestHandle",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerCore",
+    "Statistics",
+    "StepRecord",
+    "SubmitError",
+    "Tokens",
+    "Usage",
+]

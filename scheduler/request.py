@@ -49,10 +49,13 @@ class GenerationRequest:
     max_tokens: int
     """>= 1; prompt plus max_tokens fits the context."""
     stop_ids: tuple[int, ...] = ()
+    """At most `MAX_STOP_IDS`, end-of-sequence ids included: the scheduler adds none."""
     depth_cap: int | None = None
-    """Most drafts per cycle; None leaves it to the server, 0 turns speculation off."""
+    """Most drafts per cycle, >= 0; None leaves it to the server, 0 turns speculation off. More than
+    the server offers means what it offers."""
     deadline: float | None = None
-    """In seconds of the scheduler's clock."""
+    """In seconds of the scheduler's clock. One that has passed is accepted and ends with DEADLINE
+    before anything runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +65,16 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    """Tokens handed to the stream, a stop token included, whether or not they were read."""
     cycles: int = 0
-    """Decode cycles that emitted something for this request."""
+    """Decode cycles that emitted something for this request; its first token comes from prefill."""
     draft_tokens: int = 0
+    """Drafts that were up for acceptance."""
     accepted_tokens: int = 0
     drafted_per_position: tuple[int, ...] = ()
     """[j]: cycles in which draft j+1 was up for acceptance."""
     accepted_per_position: tuple[int, ...] = ()
-    """[j]: cycles in which draft j+1 was accepted."""
+    """[j]: cycles in which draft j+1 was accepted; as long as `drafted_per_position`."""
     submitted_at: float = 0.0
     started_at: float | None = None
     """When its first prefill chunk was planned."""
@@ -83,9 +88,11 @@ class Tokens:
     """A burst: tokens one cycle emitted, in order, with the cycle's counts for this row."""
 
     ids: tuple[int, ...]
+    """At least one; the last may be a stop token."""
     drafted: int
     accepted: int
     at: float
+    """When the host learnt of it, in seconds of the scheduler's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,82 @@
+"""What an operator may set. Frozen, keyword-only; each field says its unit and why it exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.plan import MAX_DEPTH
+
+Depth = Literal["auto"] | int
+"""`"auto"`, or a fixed number of drafts per cycle in 0 … 8."""
+
+LoopKind = Literal["plain", "pipelined"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds and policies of one scheduler. ValueError names the field that is out of range."""
+
+    max_queue: int = 64
+    """Requests that may wait for a row. A client told "not now" can go elsewhere; one that waits
+    unseen cannot."""
+
+    max_queued_tokens: int = 262_144
+    """Prompt tokens that may wait in total: 64 short prompts and 64 books are different queues.
+    Also the longest prompt ever accepted, since it has to fit the queue once."""
+
+    max_rows: int = 256
+    """Rows that run at once; the engine's own `max_rows` is the harder limit."""
+
+    max_prompt_tokens: int | None = None
+    """Longest prompt in tokens; None leaves it to the context length."""
+
+    max_completion_tokens: int | None = None
+    """Largest `max_tokens` of a request; None leaves it to the context length."""
+
+    prefill_chunk: int = 256
+    """Prompt tokens per step over all rows, and where prompts are cut. It bounds how long a decode
+    cycle can be held up by somebody's prompt."""
+
+    depth: Depth = "auto"
+    """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
+
+    stream_buffer: int = 256
+    """Unread tokens per stream at which its row is paused. It can be overshot by what is in
+    flight when the limit is reached, at most two bursts."""
+
+    slow_reader_timeout_s: float = 30.0
+    """Seconds a paused stream may go unread before it is ended: a paused row holds pages that
+    others wait for."""
+
+    loop: LoopKind = "pipelined"
+    """`pipelined` submits step n + 1 before it reads step n; `plain` waits for each step. Same
+    tokens; plain is there to be read, and to compare with."""
+
+    close_timeout_s: float = 30.0
+    """Seconds `aclose` waits for the step that is running before it abandons the engine thread."""
+
+    rate_window_s: float = 10.0
+    """Seconds over which tokens per second are measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_queued_tokens", "max_rows", "prefill_chunk"):
+            _at_least_one(name, getattr(self, name))
+        _at_least_one("stream_buffer", self.stream_buffer)
+        for name in ("max_prompt_tokens", "max_completion_tokens"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        for name in ("slow_reader_timeout_s", "close_timeout_s", "rate_window_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0 seconds")
+        if self.depth != "auto" and not (
+            isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH
+        ):
+            raise ValueError(f"depth must be 'auto' or 0 … {MAX_DEPTH}")
+        if self.loop not in ("plain", "pipelined"):
+            raise ValueError("loop must be 'plain' or 'pipelined'")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1")

@@ -1,0 +1,273 @@
+"""Drives a `SchedulerCore` against a `FakeEngine` by hand, one step at a time, checking as it goes.
+
+What is checked after every move: the core's books, the order and kinds of events, bounds on unread
+tokens, and that no row that could decode was left out. `finish` checks that nothing is left, and
+that each stream is what the request would have got alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from engine.plan import SamplingParams, StepPlan
+from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.request import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    QueueFullError,
+)
+from tests.scheduler.fake_engine import FakeEngine, expected_tokens
+
+TICK_S = 0.01
+"""Seconds per step on the bench's clock."""
+
+
+def make_request(
+    request_id: str = "r",
+    *,
+    prompt: Iterable[int] | int = 5,
+    max_tokens: int = 10,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    depth_cap: int | None = None,
+    deadline: float | None = None,
+) -> GenerationRequest:
+    """A request; an int `prompt` is its length."""
+    ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_ids=ids,
+        sampling=SamplingParams(seed=seed),
+        max_tokens=max_tokens,
+        stop_ids=stop_ids,
+        depth_cap=depth_cap,
+        deadline=deadline,
+    )
+
+
+class Stream:
+    """What one client has received."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.unread = 0
+        self.finished: Finished | None = None
+        self.reads = True
+
+    def push(self, event: Event) -> None:
+        assert self.finished is None, f"{self.request.request_id}: {event} after Finished"
+        if isinstance(event, Finished):
+            self.finished = event
+            return
+        cap = self.request.depth_cap
+        assert event.ids, "an empty burst"
+        assert cap is None or event.drafted <= cap, f"drafted {event.drafted}, cap {cap}"
+        self.tokens += event.ids
+        self.unread += len(event.ids)
+
+    def check(self, vocab_size: int) -> None:
+        """The end of a stream agrees with the request alone."""
+        assert self.finished is not None, f"{self.request.request_id} never ended"
+        alone = expected_tokens(
+            self.request.prompt_ids,
+            seed=self.request.sampling.seed,
+            max_tokens=self.request.max_tokens,
+            stop_ids=self.request.stop_ids,
+            vocab_size=vocab_size,
+        )
+        usage = self.finished.usage
+        assert self.tokens == alone[: len(self.tokens)]
+        assert usage.completion_tokens == len(self.tokens)
+        assert usage.prompt_tokens == len(self.request.prompt_ids)
+        assert usage.accepted_tokens <= usage.draft_tokens
+        assert usage.finished_at is not None
+        if self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert self.tokens == alone
+            stopped = self.tokens[-1] in self.request.stop_ids
+            assert (self.finished.reason is FinishReason.STOP) == stopped
+
+
+class Bench:
+    """A core, an engine, a clock and the clients' streams."""
+
+    def __init__(
+        self, *, engine: FakeEngine, config: SchedulerConfig | None = None, in_flight: int = 2
+    ) -> None:
+        self.engine = engine
+        self.config = config or SchedulerConfig()
+        self.in_flight = in_flight
+        self.core = SchedulerCore(info=engine.info, config=self.config, max_in_flight=in_flight)
+        self.now = 0.0
+        self.streams: dict[str, Stream] = {}
+        self.live: dict[str, Stream] = {}
+        self.outstanding: list[StepPlan] = []
+
+    # --- moves -----------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> Stream:
+        self.core.submit(request, self.now)
+        stream = Stream(request)
+        self.streams[request.request_id] = self.live[request.request_id] = stream
+        self.core.integrity()
+        return stream
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        found = self.core.cancel(request_id, reason, self.now)
+        self._deliver(self.core.take_events())
+        self.core.integrity()
+        return found
+
+    def read(self, stream: Stream) -> None:
+        if stream.unread and stream.finished is None:
+            self.core.acknowledge(stream.request.request_id, stream.unread, self.now)
+        stream.unread = 0
+        self.core.integrity()
+
+    def plan(self) -> StepPlan:
+        """Plan, and submit unless it is empty."""
+        ready = self._must_decode()
+        plan = self.core.plan(self.now)
+        self._deliver(self.core.take_events())
+        for stream in self.live.values():
+            due = stream.request.deadline
+            assert due is None or due > self.now, f"{stream.request.request_id} is past due"
+        decoding = set(plan.decode.rows) if plan.decode else set()
+        left_out = {row for row, stream in ready.items() if stream.finished is None} - decoding
+        assert not left_out, f"rows {left_out} could decode and were left out"
+        if not plan.is_empty:
+            self.engine.submit(plan)
+            self.outstanding.append(plan)
+        self.core.integrity()
+        return plan
+
+    def commit(self) -> None:
+        result = self.engine.collect()
+        self._deliver(self.core.commit(result, self.now))
+        self.outstanding.pop(0)
+        self.core.integrity()
+        burst = self.in_flight * (self.engine.info.max_depth + 1)
+        for stream in self.live.values():
+            assert stream.unread < self.config.stream_buffer + burst, "the buffer ran over"
+
+    def step(self) -> bool:
+        """One turn of the loop; False when there was nothing to do."""
+        if len(self.outstanding) >= self.in_flight:
+            self.commit()
+        plan = self.plan()
+        if plan.is_empty and not self.outstanding:
+            self.core.integrity(idle=True)
+            return False
+        if plan.is_empty or len(self.outstanding) >= self.in_flight:
+            self.commit()
+        for stream in list(self.live.values()):
+            if stream.reads:
+                self.read(stream)
+        self.now += TICK_S
+        return True
+
+    def run(self, steps: int = 100_000) -> int:
+        """Step until idle; the number of steps."""
+        for count in range(steps):
+            if not self.step():
+                return count
+        raise AssertionError(f"still busy after {steps} steps")
+
+    def finish(self) -> None:
+        """Read everything, run to the end, and check that nothing is left."""
+        for stream in self.live.values():
+            stream.reads = True
+            self.read(stream)
+        self.run()
+        assert self.core.is_empty, "something is left in the core"
+        assert self.engine.rows == 0, "a row is left in the engine"
+        statistics = self.core.statistics(self.now)
+        assert (statistics.pages_used, statistics.pages_reserved) == (0, 0)
+        assert sum(statistics.finished.values()) == statistics.submitted == len(self.streams)
+        for stream in self.streams.values():
+            stream.check(self.engine.info.vocab_size)
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _must_decode(self) -> dict[int, Stream]:
+        """Rows that have begun to stream, may go on, and whose reader keeps up."""
+        ready = {}
+        for request_id, stream in self.live.items():
+            row = self.core._live[request_id].row
+            named = sum(bool(p.decode and row in p.decode.rows) for p in self.outstanding)
+            more = len(stream.tokens) + named < stream.request.max_tokens
+            if stream.tokens and more and stream.unread < self.config.stream_buffer:
+                ready[row] = stream
+        return ready
+
+    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            self.streams[request_id].push(event)
+            if isinstance(event, Finished):
+                del self.live[request_id]
+
+
+def small_engine(**options: int) -> FakeEngine:
+    """Little of everything, so that bounds are met often."""
+    defaults = {
+        "vocab_size": 60,
+        "context_length": 96,
+        "max_rows": 6,
+        "pages": 60,
+        "page_size": 4,
+        "max_depth": 4,
+    }
+    return FakeEngine(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+SMALL = SchedulerConfig(
+    max_queue=8,
+    max_queued_tokens=150,
+    prefill_chunk=16,
+    stream_buffer=10,
+    slow_reader_timeout_s=15 * TICK_S,
+)
+
+
+def random_request(rng: random.Random, number: int, now: float) -> GenerationRequest:
+    prompt = rng.randint(1, 60 if rng.random() < 0.3 else 12)
+    return make_request(
+        f"r{number}",
+        prompt=[rng.randrange(60) for _ in range(prompt)],
+        max_tokens=rng.randint(1, rng.choice([2, 12, 36, 36])),
+        seed=rng.randrange(2**64),
+        stop_ids=tuple(rng.randrange(60) for _ in range(rng.choice([0, 0, 2]))),
+        depth_cap=rng.choice([None, None, 0, 2]),
+        deadline=now + rng.uniform(0, 0.6) if rng.random() < 0.15 else None,
+    )
+
+
+def fuzz(*, seed: int, requests: int, in_flight: int) -> Bench:
+    """Random requests, cancels, deadlines and readers; raises when a check fails."""
+    rng = random.Random(seed)
+    bench = Bench(engine=small_engine(), config=SMALL, in_flight=in_flight)
+    waiting = [random_request(rng, 0, 0.0)]
+    made = 1
+    while made < requests or waiting:
+        while made < requests and len(waiting) < 3:
+            waiting.append(random_request(rng, made, bench.now))
+            made += 1
+        for request in list(waiting):
+            if rng.random() < 0.5:
+                try:
+                    bench.submit(request).reads = rng.random() > 0.25
+                    waiting.remove(request)
+                except QueueFullError:
+                    break
+        if bench.live and rng.random() < 0.08:
+            bench.cancel(rng.choice(list(bench.live)))
+        if bench.live and rng.random() < 0.05:
+            bench.read(rng.choice(list(bench.live.values())))
+        if not bench.step():
+            bench.now += TICK_S
+    bench.finish()
+    return bench

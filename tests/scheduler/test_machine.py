@@ -1,0 +1,157 @@
+"""The core under random use: a hypothesis state machine and long random runs.
+
+`Bench` checks after every move; here are the moves.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from scheduler.request import FinishReason, QueueFullError
+from tests.scheduler.bench import SMALL, TICK_S, Bench, fuzz, make_request, small_engine
+
+
+class CoreMachine(RuleBasedStateMachine):
+    in_flight: ClassVar[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(engine=small_engine(), config=SMALL, in_flight=self.in_flight)
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 59), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 40),
+        seed=st.integers(0, 2**64 - 1),
+        stop_ids=st.lists(st.integers(0, 59), max_size=3).map(tuple),
+        depth_cap=st.none() | st.integers(0, 5),
+        due=st.none() | st.integers(-1, 30),
+        reads=st.booleans(),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        depth_cap: int | None,
+        due: int | None,
+        reads: bool,
+    ) -> None:
+        self.count += 1
+        request = make_request(
+            f"r{self.count}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_ids=stop_ids,
+            depth_cap=depth_cap,
+            deadline=None if due is None else self.bench.now + due * TICK_S,
+        )
+        try:
+            self.bench.submit(request).reads = reads
+        except QueueFullError:
+            statistics = self.bench.core.statistics(self.bench.now)
+            full = statistics.queued_requests == SMALL.max_queue
+            assert full or statistics.queued_tokens + len(prompt) > SMALL.max_queued_tokens
+
+    @precondition(lambda self: self.bench.live)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.ABORTED]))
+    def cancel(self, data: st.DataObject, reason: FinishReason) -> None:
+        assert self.bench.cancel(data.draw(st.sampled_from(sorted(self.bench.live))), reason)
+
+    @rule()
+    def cancel_unknown(self) -> None:
+        ended = next((i for i, s in self.bench.streams.items() if s.finished), "nobody")
+        assert not self.bench.cancel(ended)
+
+    @precondition(lambda self: self.bench.live)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.bench.live)))
+        self.bench.read(self.bench.live[name])
+
+    @precondition(lambda self: len(self.bench.outstanding) < self.in_flight)
+    @rule()
+    def plan(self) -> None:
+        self.bench.plan()
+
+    @precondition(lambda self: self.bench.outstanding)
+    @rule()
+    def commit(self) -> None:
+        self.bench.commit()
+
+    @rule(ticks=st.integers(1, 8))
+    def steps(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.bench.step()
+
+    @rule(ticks=st.integers(1, 60))
+    def wait(self, ticks: int) -> None:
+        self.bench.now += ticks * TICK_S
+
+    def teardown(self) -> None:
+        self.bench.finish()
+
+
+class PlainMachine(CoreMachine):
+    in_flight = 1
+
+
+class PipelinedMachine(CoreMachine):
+    in_flight = 2
+
+
+SETTINGS = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestPlain = PlainMachine.TestCase
+TestPlain.settings = SETTINGS
+TestPipelined = PipelinedMachine.TestCase
+TestPipelined.settings = SETTINGS
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_thousand_requests_leave_nothing(in_flight: int) -> None:
+    """Ended for every reason there is here; each stream is what the request gets alone."""
+    bench = fuzz(seed=in_flight, requests=1000, in_flight=in_flight)
+    statistics = bench.core.statistics(bench.now)
+    assert statistics.submitted == 1000
+    seen = {reason for reason, count in statistics.finished.items() if count >= 10}
+    assert {"stop", "length", "cancelled", "deadline", "slow_reader"} <= seen
+    assert statistics.refused["max_queue"] + statistics.refused["max_queued_tokens"] > 0
+    assert statistics.pages_peak <= statistics.pages_total
+
+
+def test_the_same_inputs_give_the_same_plans() -> None:
+    first, second = (fuzz(seed=7, requests=60, in_flight=2) for _ in range(2))
+    assert len(first.engine.plans) > 50
+    assert str(first.engine.plans) == str(second.engine.plans)
+
+
+def test_steps_in_flight_do_not_change_tokens() -> None:
+    """Without cancels or deadlines, plain and pipelined give the same tokens."""
+    outcomes = []
+    for in_flight in (1, 2):
+        bench = Bench(engine=small_engine(), in_flight=in_flight)
+        for number in range(40):
+            bench.submit(
+                make_request(
+                    f"r{number}",
+                    prompt=1 + number * 7 % 50,
+                    max_tokens=1 + number * 5 % 40,
+                    seed=number,
+                    stop_ids=(number % 60,),
+                )
+            )
+        bench.finish()
+        outcomes.append({name: stream.tokens for name, stream in bench.streams.items()})
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,413 @@
+"""For each guarantee one planted fault, and proof that the checks see it.
+
+A mutation replaces one function of the core. `fuzz` then runs random requests with all checks of
+`Bench`, `FakeEngine` and `integrity()`; with a fault planted, one of them must raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from engine.plan import EngineFailedError
+from scheduler import RequestHandle, Scheduler, depth
+from scheduler.core import SchedulerCore
+from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.queue import WaitingQueue
+from scheduler.request import Finished, FinishReason, Tokens
+from scheduler.sequence import Sequence
+from scheduler.thread import OwnerThread
+from tests.scheduler import test_depth, test_loop
+from tests.scheduler.bench import fuzz
+from tests.scheduler.fake_engine import PlanError
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MUTATIONS: dict[str, Patch] = {}
+
+
+def mutation(function: Patch) -> Patch:
+    MUTATIONS[function.__name__] = function
+    return function
+
+
+@mutation
+def a_page_is_not_freed(patch: pytest.MonkeyPatch) -> None:
+    def free(self: PagePool, owner: int) -> None:
+        self._free += self._owned.pop(owner)[1:]
+        self._promised_sum -= self._promised.pop(owner)
+
+    patch.setattr(PagePool, "free", free)
+
+
+@mutation
+def a_promise_is_kept_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    def free(self: PagePool, owner: int) -> None:
+        self._free += self._owned.pop(owner)
+        self._promised.pop(owner)
+
+    patch.setattr(PagePool, "free", free)
+
+
+@mutation
+def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
+    def allocate(self: PagePool, owner: int, count: int) -> list[int]:
+        pages = allocate_well(self, owner, count)
+        if pages and owner % 5 == 0:
+            self._free.append(pages[-1])
+        return pages
+
+    allocate_well = PagePool.allocate
+    patch.setattr(PagePool, "allocate", allocate)
+
+
+@mutation
+def rows_start_without_a_reservation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "can_reserve", lambda self, count: True)
+
+
+@mutation
+def the_null_page_is_handed_out(patch: pytest.MonkeyPatch) -> None:
+    def init(self: PagePool, *, pages: int) -> None:
+        init_well(self, pages=pages)
+        self._free[0] = 0
+
+    init_well = PagePool.__init__
+    patch.setattr(PagePool, "__init__", init)
+
+
+@mutation
+def tables_are_one_position_short(patch: pytest.MonkeyPatch) -> None:
+    reach = Sequence.reach
+    patch.setattr(Sequence, "reach", lambda self, depth: reach(self, depth) - 1)
+
+
+@mutation
+def growth_in_flight_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    def reach(self: Sequence, depth: int) -> int:
+        return min(len(self.prompt) + self.emitted + depth + 1, self.longest)
+
+    patch.setattr(Sequence, "reach", reach)
+
+
+@mutation
+def growth_is_not_bounded_by_max_tokens(patch: pytest.MonkeyPatch) -> None:
+    def reach(self: Sequence, depth: int) -> int:
+        return len(self.prompt) + self.emitted + self.ceiling + depth + 1
+
+    patch.setattr(Sequence, "reach", reach)
+
+
+@mutation
+def a_cancelled_row_is_kept(patch: pytest.MonkeyPatch) -> None:
+    def reap(self: SchedulerCore) -> tuple[int, ...]:
+        kept = {r: s for r, s in self._rows.items() if s.cause is FinishReason.CANCELLED}
+        self._rows = {r: s for r, s in self._rows.items() if r not in kept}
+        released = reap_well(self)
+        self._rows = dict(sorted((kept | self._rows).items()))
+        return released
+
+    reap_well = SchedulerCore._reap
+    patch.setattr(SchedulerCore, "_reap", reap)
+
+
+@mutation
+def a_cancelled_row_goes_on(patch: pytest.MonkeyPatch) -> None:
+    def end(self: SchedulerCore, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
+        end_well(self, s, reason, now, why)
+        if reason is FinishReason.CANCELLED and s.started:
+            s.cause = None
+
+    end_well = SchedulerCore._end
+    patch.setattr(SchedulerCore, "_end", end)
+
+
+@mutation
+def a_finished_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def reap(self: SchedulerCore) -> tuple[int, ...]:
+        ended = [row for row, s in self._rows.items() if s.cause is not None]
+        for row in ended:
+            self._tables.give_back(self._rows.pop(row).slot)
+            self._pool.free(row)
+        return tuple(ended)
+
+    patch.setattr(SchedulerCore, "_reap", reap)
+
+
+@mutation
+def the_engine_is_not_told_to_release(patch: pytest.MonkeyPatch) -> None:
+    def reap(self: SchedulerCore) -> tuple[int, ...]:
+        reap_well(self)
+        return ()
+
+    reap_well = SchedulerCore._reap
+    patch.setattr(SchedulerCore, "_reap", reap)
+
+
+@mutation
+def a_slot_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    def give_back(self: PageTables, slot: int) -> None:
+        self._tables[slot] = 0
+        self._lengths[slot] = 0
+
+    patch.setattr(PageTables, "give_back", give_back)
+
+
+@mutation
+def a_table_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    def give_back(self: PageTables, slot: int) -> None:
+        self._lengths[slot] = 0
+        self._free.append(slot)
+
+    patch.setattr(PageTables, "give_back", give_back)
+
+
+@mutation
+def row_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
+    def start(self: SchedulerCore, sequence: Sequence, now: float) -> None:
+        self._next_row = min(set(range(1, 99)) - set(self._rows))
+        start_well(self, sequence, now)
+
+    start_well = SchedulerCore._start
+    patch.setattr(SchedulerCore, "_start", start)
+
+
+@mutation
+def a_row_decodes_before_its_prompt_is_complete(patch: pytest.MonkeyPatch) -> None:
+    can_decode = Sequence.__dict__["can_decode"].fget
+
+    def eager(self: Sequence) -> bool:
+        cursor, self.cursor = self.cursor, len(self.prompt)
+        result = bool(can_decode(self))
+        self.cursor = cursor
+        return result
+
+    patch.setattr(Sequence, "can_decode", property(eager))
+
+
+@mutation
+def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
+    def chunk(self: SchedulerCore, sequence: Sequence) -> Any:
+        made = chunk_well(self, sequence)
+        if not made.last:
+            sequence.cursor -= 1
+        return made
+
+    chunk_well = SchedulerCore._chunk
+    patch.setattr(SchedulerCore, "_chunk", chunk)
+
+
+@mutation
+def prefill_holds_up_decode(patch: pytest.MonkeyPatch) -> None:
+    def plan(self: SchedulerCore, cohort: list[Sequence], ticket: Any) -> Any:
+        return None if ticket.chunks else decode_well(self, cohort, ticket)
+
+    decode_well = SchedulerCore._decode
+    patch.setattr(SchedulerCore, "_decode", plan)
+
+
+@mutation
+def results_do_not_settle_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def commit(self: SchedulerCore, result: Any, now: float) -> Any:
+        before = [(s, s.ceiling) for s in self._rows.values()]
+        events = commit_well(self, result, now)
+        for sequence, ceiling in before:
+            sequence.ceiling = ceiling
+        return events
+
+    commit_well = SchedulerCore.commit
+    patch.setattr(SchedulerCore, "commit", commit)
+
+
+@mutation
+def tokens_after_the_end_are_delivered(patch: pytest.MonkeyPatch) -> None:
+    def discard(self: SchedulerCore, row: Any) -> None:
+        if row is not None and row.tokens:
+            late = Tokens(ids=row.tokens, drafted=0, accepted=0, at=0.0)
+            owner = self._rows[row.row].request_id
+            self._outbox.append((owner, late))
+
+    patch.setattr(SchedulerCore, "_discard", discard)
+
+
+@mutation
+def a_later_cause_replaces_the_first(patch: pytest.MonkeyPatch) -> None:
+    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+        if s.cause is not None and row is not None and row.finish is not None:
+            finished = Finished(reason=FinishReason.STOP, usage=s.usage(now))
+            self._outbox.append((s.request_id, finished))
+        return apply_well(self, s, row, most, now)
+
+    apply_well = SchedulerCore._apply
+    patch.setattr(SchedulerCore, "_apply", apply)
+
+
+@mutation
+def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
+    can_decode = Sequence.__dict__["can_decode"].fget
+
+    def deaf(self: Sequence) -> bool:
+        self.paused_at = None
+        return bool(can_decode(self))
+
+    patch.setattr(Sequence, "can_decode", property(deaf))
+
+
+@mutation
+def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
+    def decode(self: SchedulerCore, cohort: list[Sequence], ticket: Any) -> Any:
+        paused = any(s.paused_at is not None for s in self._live.values())
+        return None if paused else decode_well(self, cohort, ticket)
+
+    decode_well = SchedulerCore._decode
+    patch.setattr(SchedulerCore, "_decode", decode)
+
+
+@mutation
+def deadlines_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerCore, "_expire", lambda self, now: None)
+
+
+@mutation
+def the_queue_has_no_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "refusal", lambda self, prompt_tokens: None)
+
+
+@mutation
+def a_depth_cap_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    def submit(self: SchedulerCore, request: Any, now: float) -> None:
+        submit_well(self, request, now)
+        self._live[request.request_id].depth_cap = self._max_depth
+
+    submit_well = SchedulerCore.submit
+    patch.setattr(SchedulerCore, "submit", submit)
+
+
+@mutation
+def an_ended_request_stays_registered(patch: pytest.MonkeyPatch) -> None:
+    def end(self: SchedulerCore, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
+        end_well(self, s, reason, now, why)
+        self._live[s.request_id] = s
+
+    end_well = SchedulerCore._end
+    patch.setattr(SchedulerCore, "_end", end)
+
+
+CHECKS = (IntegrityError, PlanError, EngineFailedError, AssertionError)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_checks_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[name](monkeypatch)
+    with pytest.raises(CHECKS):
+        fuzz(seed=11, requests=150, in_flight=2)
+
+
+def test_without_a_mutation_nothing_is_seen() -> None:
+    fuzz(seed=11, requests=150, in_flight=2)
+
+
+# --- faults that need a test of their own to be seen ------------------------------------------
+
+
+def time_of_first_calls_counts(patch: pytest.MonkeyPatch) -> None:
+    def add(self: Any, seconds: float, *, cycle: int, first_of_shape: bool) -> None:
+        self.seconds = seconds if not self.samples else 0.8 * self.seconds + 0.2 * seconds
+        self.samples += 1
+        self.last = cycle
+
+    patch.setattr(depth._Cost, "add", add)
+
+
+def depth_0_is_no_candidate(patch: pytest.MonkeyPatch) -> None:
+    choose = depth.AutoDepth.choose
+
+    def at_least_1(self: depth.AutoDepth, caps: list[int], *, prefilling: bool) -> int:
+        return max(1, choose(self, caps, prefilling=prefilling))
+
+    patch.setattr(depth.AutoDepth, "choose", at_least_1)
+
+
+def acceptance_never_fades(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(depth, "FADE", 1.0)
+
+
+def costs_are_never_measured_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(depth._Bucket, "probe", lambda self, depths, cycle: None)
+
+
+def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
+    def settle(self: Any, rates: dict[int, float], cycle: int) -> None:
+        if self.depth:
+            settle_well(self, rates, cycle)
+
+    settle_well = depth._Bucket.settle
+    patch.setattr(depth._Bucket, "settle", settle)
+    patch.setattr(depth._Bucket, "probe", lambda self, depths, cycle: None)
+
+
+def the_loop_polls(patch: pytest.MonkeyPatch) -> None:
+    async def sleep(self: Scheduler) -> None:
+        await anyio.sleep(0.01)
+
+    patch.setattr(Scheduler, "_sleep", sleep)
+
+
+def a_reader_that_leaves_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestHandle, "cancel", lambda self: False)
+
+
+def the_engine_moves_between_threads(patch: pytest.MonkeyPatch) -> None:
+    async def call(self: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, *args)
+
+    patch.setattr(OwnerThread, "call", call)
+
+
+def a_dead_engine_is_only_noted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_fail", lambda self, error: self.failed.set())
+
+
+def drain_cuts_off(patch: pytest.MonkeyPatch) -> None:
+    async def drain(self: Scheduler, timeout: float) -> None:
+        self._core.close("the server is draining")
+        self._shut_down()
+
+    patch.setattr(Scheduler, "drain", drain)
+
+
+def run_async(test: Callable[..., Any], *args: Any) -> Callable[[], object]:
+    return partial(anyio.run, test, *args)
+
+
+PLANTED: list[tuple[Patch, Callable[[], object]]] = [
+    (time_of_first_calls_counts, test_depth.test_the_first_call_of_a_shape_is_not_measured),
+    (depth_0_is_no_candidate, partial(test_depth.test_speculation_that_loses_is_off, 1)),
+    (acceptance_never_fades, partial(test_depth.test_follows_acceptance_down_and_up_again, 16)),
+    (costs_are_never_measured_again, test_depth.test_follows_a_change_of_cost),
+    (speculation_off_is_sticky, partial(test_depth.test_follows_acceptance_down_and_up_again, 1)),
+    (the_loop_polls, run_async(test_loop.check_idle, "plain")),
+    (
+        a_reader_that_leaves_is_not_noticed,
+        run_async(test_loop.test_a_reader_that_is_cancelled_cancels_its_request),
+    ),
+    (the_engine_moves_between_threads, run_async(test_loop.test_the_engine_lives_on_one_thread)),
+    (
+        a_dead_engine_is_only_noted,
+        run_async(test_loop.test_a_dead_engine_ends_every_stream, "plain"),
+    ),
+    (drain_cuts_off, run_async(test_loop.test_drain_finishes_what_runs, "plain")),
+]
+
+
+@pytest.mark.parametrize(("patch", "check"), PLANTED, ids=[patch.__name__ for patch, _ in PLANTED])
+def test_its_own_test_sees(
+    patch: Patch, check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError)):
+        check()
