@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ops import finite
 from engine.plan import NULL_PAGE
 
 
@@ -76,12 +77,12 @@ class PagePool:
     def write(self, keys: mx.array, values: mx.array, where: Window) -> None:
         """Store new rows, [B, width, heads, head_dim] each.
 
-        Non-finite numbers are stored as finite ones: a masked key has weight exactly 0, but 0 · NaN
+        Non-finite numbers are stored as zero: a masked key has weight exactly 0, but 0 · NaN
         is NaN, so one broken row would spread through a recycled page. The broken row itself still
         shows, in its residual stream.
         """
-        self.keys[where.page, where.offset] = mx.nan_to_num(keys)
-        self.values[where.page, where.offset] = mx.nan_to_num(values)
+        self.keys[where.page, where.offset] = finite(keys)
+        self.values[where.page, where.offset] = finite(values)
 
     def read(self, where: Window) -> tuple[mx.array, mx.array]:
         """All rows of the window's pages, [B, heads, P · page_size, head_dim] each."""

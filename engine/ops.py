@@ -28,6 +28,43 @@ def unit_scale(x: mx.array, scale: mx.array | float, eps: float = 1e-6) -> mx.ar
     return mx.fast.rms_norm(x, None, eps / x.shape[-1]) * scale
 
 
+class Rotation:
+    """Rotary embedding of a block of positions, worked out once for all layers of a pass.
+
+    Half-split pairs (j, j + dims/2) at frequency base^(-2j/dims), on the first `dims` of a head.
+    On a GPU `mx.fast.rope` is one kernel; on CPU it falls back to some forty operations per call,
+    most of which recompute the same angles, so there they are kept.
+    """
+
+    def __init__(self, *, start: mx.array, width: int, dims: int, base: float) -> None:
+        self.start = start
+        """[B] int32: position of each row's first token."""
+        self._dims, self._base = dims, base
+        self._angles: tuple[mx.array, mx.array] | None = None
+        if mx.default_device().type != mx.gpu:
+            steps = mx.arange(width, dtype=mx.float32)
+            positions = start.astype(mx.float32)[:, None] + steps
+            frequencies = mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+            angles = (positions[..., None] * frequencies)[:, None]
+            self._angles = mx.cos(angles), mx.sin(angles)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Rotate [B, heads, W, hd]."""
+        if self._angles is None:
+            return mx.fast.rope(
+                x, self._dims, traditional=False, base=self._base, scale=1.0, offset=self.start
+            )
+        cos, sin = self._angles
+        first, second, rest = mx.split(x, [self._dims // 2, self._dims], axis=-1)
+        turned = [first * cos - second * sin, first * sin + second * cos, rest]
+        return mx.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def finite(x: mx.array) -> mx.array:
+    """x with NaN and infinities replaced by 0 (`mx.nan_to_num` takes four times the operations)."""
+    return mx.where(x - x == 0, x, 0)
+
+
 def causal_conv(u: mx.array, weight: mx.array, width: int) -> mx.array:
     """Depthwise causal convolution of the last `width` rows of `u`.
 

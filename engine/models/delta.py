@@ -12,7 +12,6 @@ import mlx.core as mx
 
 from engine.cache import RecurrentState, RecurrentTrail
 
-
 Step = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """One token: key as column and as row, value as column, decay, β; each [1, B, H, ·, ·]."""
 

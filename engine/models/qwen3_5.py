@@ -21,7 +21,7 @@ from mlx.nn.layers.normalization import RMSNorm
 from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window
 from engine.models.delta import delta_rule
 from engine.models.qwen3_5_config import Qwen35Config
-from engine.ops import causal_conv, fuse_linears, silu, unit_scale
+from engine.ops import Rotation, causal_conv, fuse_linears, silu, unit_scale
 
 
 class Attention(Module):
@@ -34,7 +34,6 @@ class Attention(Module):
             c.num_key_value_heads,
             c.head_dim,
         )
-        self.rotary_dims, self.rope_theta = c.rotary_dims, c.rope_theta
         width = self.heads * self.head_dim
         self.q_proj = Linear(c.hidden_size, 2 * width, bias=False)
         self.k_proj = Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
@@ -50,7 +49,7 @@ class Attention(Module):
             self.qkv_proj = fused
             del self.q_proj, self.k_proj, self.v_proj
 
-    def project(self, x: mx.array, start: mx.array) -> tuple[mx.array, ...]:
+    def project(self, x: mx.array, rotate: Rotation) -> tuple[mx.array, ...]:
         """q [B, nh, W, hd] and k [B, nkv, W, hd] rotated, v [B, W, nkv, hd], gate [B, W, nh·hd]."""
         batch, width, _ = x.shape
         if "qkv_proj" in self:
@@ -62,19 +61,9 @@ class Attention(Module):
         q, gate = mx.split(q.reshape(batch, width, self.heads, 2 * self.head_dim), 2, axis=-1)
         k = k.reshape(batch, width, self.kv_heads, self.head_dim)
         v = v.reshape(batch, width, self.kv_heads, self.head_dim)
-        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), start)
-        k = self.rope(self.k_norm(k).transpose(0, 2, 1, 3), start)
+        q = rotate(self.q_norm(q).transpose(0, 2, 1, 3))
+        k = rotate(self.k_norm(k).transpose(0, 2, 1, 3))
         return q, k, v, gate.reshape(batch, width, -1)
-
-    def rope(self, x: mx.array, start: mx.array) -> mx.array:
-        return mx.fast.rope(
-            x,
-            self.rotary_dims,
-            traditional=False,
-            base=self.rope_theta,
-            scale=1.0,
-            offset=start,
-        )
 
     def attend(
         self, q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, gate: mx.array
@@ -87,8 +76,8 @@ class Attention(Module):
         out = out.transpose(0, 2, 1, 3).reshape(batch, width, -1)
         return self.o_proj(out * mx.sigmoid(gate))
 
-    def __call__(self, x: mx.array, where: Window, pool: PagePool) -> mx.array:
-        q, k, v, gate = self.project(x, where.start)
+    def __call__(self, x: mx.array, where: Window, pool: PagePool, rotate: Rotation) -> mx.array:
+        q, k, v, gate = self.project(x, rotate)
         pool.write(k.transpose(0, 2, 1, 3), v, where)
         keys, values = pool.read(where)
         return self.attend(q, keys, values, where.mask, gate)
@@ -231,8 +220,9 @@ class DecoderLayer(Module):
     def feed_forward(self, x: mx.array) -> mx.array:
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def attention(self, x: mx.array, where: Window, pool: PagePool) -> mx.array:
-        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), where, pool))
+    def attention(self, x: mx.array, where: Window, pool: PagePool, rotate: Rotation) -> mx.array:
+        mixed = self.self_attn(self.input_layernorm(x), where, pool, rotate)
+        return self.feed_forward(x + mixed)
 
     def recurrence(
         self, x: mx.array, state: RecurrentState, keep: bool
@@ -302,6 +292,10 @@ class Qwen35Model(Module):
         linear = [layer.linear_attn for layer in self.model.layers if "linear_attn" in layer]
         return [mixer.zero_state(batch, dtype) for mixer in linear]
 
+    def _rotation(self, start: mx.array, width: int) -> Rotation:
+        dims, base = self.config.rotary_dims, self.config.rope_theta
+        return Rotation(start=start, width=width, dims=dims, base=base)
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [..., H]."""
         embedding: mx.array = self.model.embed_tokens(tokens)
@@ -322,11 +316,12 @@ class Qwen35Model(Module):
         recurrent state, so that a commit can pick one.
         """
         x = self.embed(tokens)
+        rotate = self._rotation(where.start, where.width)
         attention, recurrent = iter(pools), iter(states)
         trails: list[RecurrentTrail] = []
         for layer in self.model.layers:
             if "self_attn" in layer:
-                x = layer.attention(x, where, next(attention))
+                x = layer.attention(x, where, next(attention), rotate)
             else:
                 x, trail = layer.recurrence(x, next(recurrent), keep)
                 trails.append(trail)
@@ -347,7 +342,8 @@ class Qwen35Model(Module):
         Writes the slots' keys and values; returns the MTP's output [B, W, H].
         """
         x = self.mtp.combine(self.embed(tokens), hidden)
-        out: mx.array = self.mtp.norm(self.mtp.layers[0].attention(x, where, pool))
+        rotate = self._rotation(where.start, where.width)
+        out: mx.array = self.mtp.norm(self.mtp.layers[0].attention(x, where, pool, rotate))
         return out
 
     def mtp_draft(
@@ -363,7 +359,8 @@ class Qwen35Model(Module):
         layer = self.mtp.layers[0]
         x = self.mtp.combine(self.embed(tokens), hidden)
         normed = layer.input_layernorm(x)
-        q, k, v, gate = layer.self_attn.project(normed, past.position)
+        rotate = self._rotation(past.position, 1)
+        q, k, v, gate = layer.self_attn.project(normed, rotate)
         keys, values, mask = past.extend(k, v.transpose(0, 2, 1, 3))
         x = layer.feed_forward(x + layer.self_attn.attend(q, keys, values, mask, gate))
         out: mx.array = self.mtp.norm(x)
