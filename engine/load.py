@@ -226,7 +226,7 @@ class _Setup:
         if verdict.passed:
             engine.traces.clear()
             return engine.described(info)
-        engine.close()
+        engine.release()
         return self.assemble(model, replace(info, mtp_layers=0, max_depth=0), plan)
 
 

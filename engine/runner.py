@@ -35,6 +35,7 @@ from engine.plan import (
 from engine.prefill import Prefill, PrefillRow
 from engine.rows import RowTable
 
+_CLOSED = "the engine was closed"
 FAULT_TEXT = "the model produced non-finite logits"
 
 
@@ -95,7 +96,6 @@ class MLXEngine:
         self._prefilling: dict[int, PrefillRow] = {}
         self._flight: deque[_Step] = deque()
         self._failed = ""
-        self._closed = False
         self._trace = trace
         self.traces: list[Trace] = []
 
@@ -150,17 +150,20 @@ class MLXEngine:
         )
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._failed = self._failed or "the engine was closed"
+        """Release device memory and, off the main thread, MLX itself; idempotent."""
+        if self._failed != _CLOSED:
+            self.release()
+            leave_thread()
+
+    def release(self) -> None:
+        """Release device memory; the thread goes on using MLX (another engine takes over)."""
+        self._failed = _CLOSED
         self._flight.clear()
         self._prefilling.clear()
         self._table = RowTable(self._info.vocab_size)
         self._pools.clear()
         del self._cycle, self._prefill
         mx.clear_cache()
-        leave_thread()
 
     def _check_alive(self) -> None:
         if self._failed:

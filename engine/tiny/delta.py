@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as fn
 
 BASE = 16
 
@@ -44,7 +44,7 @@ def _invert(strict: Tensor) -> Tensor:
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         corner = _diagonal_blocks(strict, 2 * size)[..., size:, :size]
         bottom = torch.cat([-(lower @ corner @ upper), lower], dim=-1)
-        inverse = torch.cat([F.pad(upper, (0, size)), bottom], dim=-2)
+        inverse = torch.cat([fn.pad(upper, (0, size)), bottom], dim=-2)
         size *= 2
     return inverse.squeeze(-3)
 
@@ -78,11 +78,11 @@ def _states_before(transition: Tensor, update: Tensor) -> Tensor:
     while step < chunks:
         later = both[:, :, step:]
         composed = later[..., :width] @ both[:, :, :-step]
-        composed = composed + F.pad(later[..., width:], (width, 0))
+        composed = composed + fn.pad(later[..., width:], (width, 0))
         both = torch.cat([both[:, :, :step], composed], dim=2)
         step *= 2
     ends = both[:, :, :-1, :, width:]
-    return F.pad(ends, (0, 0, 0, 0, 1, 0))
+    return fn.pad(ends, (0, 0, 0, 0, 1, 0))
 
 
 def gated_delta_rule(
@@ -97,8 +97,8 @@ def gated_delta_rule(
     """
     length, dtype = q.shape[1], v.dtype
     pad = -length % chunk
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (q, k, v))
-    log_decay, beta = (F.pad(x, (0, 0, 0, pad)) for x in (log_decay, beta))
+    q, k, v = (fn.pad(x, (0, 0, 0, 0, 0, pad)) for x in (q, k, v))
+    log_decay, beta = (fn.pad(x, (0, 0, 0, pad)) for x in (log_decay, beta))
     q, k, v = (x.unflatten(1, (-1, chunk)).movedim(3, 1) for x in (q, k, v))
     log_decay, beta = (x.unflatten(1, (-1, chunk)).movedim(3, 1) for x in (log_decay, beta))
 

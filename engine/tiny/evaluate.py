@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from network import Network, Rotary, Shape
 from shards import load_shards
+from torch import Tensor
+from torch.nn import functional as fn
 from train import DEPTH, END_OF_TEXT, read_tokens
 
 PROMPT, CONTINUATION, CHAINS = 128, 256, 256
@@ -45,7 +44,7 @@ class Judge:
         for batch in ids.split(rows):
             _, hidden = self.states(batch[:, :-1])
             scores = self.network.logits(hidden).float().flatten(0, 1)
-            total += F.cross_entropy(scores, batch[:, 1:].flatten(), reduction="sum").item()
+            total += fn.cross_entropy(scores, batch[:, 1:].flatten(), reduction="sum").item()
         return total / ids[:, 1:].numel()
 
     @torch.no_grad()

@@ -3,8 +3,8 @@
 ``python export.py --weights W --to MODEL`` needs ``mlx``. Every tensor goes below
 ``language_model.``. RMSNorm weights are absolute in training and stay so (the "+1 folded" form, in
 trunk and MTP layer alike). Linear maps get 6-bit affine groups of 64, the shared embedding 8 bits;
-``mtp.fc``, the four-row ``in_proj_a`` and ``in_proj_b``, convolutions and norms stay bf16, ``A_log``
-fp32.
+``mtp.fc``, the four-row ``in_proj_a`` and ``in_proj_b``, convolutions and norms stay bf16,
+``A_log`` fp32.
 """
 
 import argparse

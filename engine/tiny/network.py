@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from delta import gated_delta_rule
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as fn
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T``."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return fn.linear(x, self.weight.to(x.dtype))
 
 
 def joined(x: Tensor, *layers: Linear) -> list[Tensor]:
     """Apply several linear maps to one input as a single product."""
     weights = [layer.weight for layer in layers]
-    out = F.linear(x, torch.cat(weights).to(x.dtype))
+    out = fn.linear(x, torch.cat(weights).to(x.dtype))
     return list(out.split([weight.shape[0] for weight in weights], dim=-1))
 
 
@@ -142,7 +142,7 @@ class Attention(nn.Module):
     def project(
         self, x: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return query ``[B, nh, T, hd]``, key and value ``[B, nkv, T, hd]``, gate ``[B, T, .]``."""
+        """Return query ``[B, nh, T, hd]``, key, value ``[B, nkv, T, hd]`` and the flat gate."""
         both, k, v = joined(x, self.q_proj, self.k_proj, self.v_proj)
         q, gate = both.unflatten(-1, (self.heads, -1)).chunk(2, dim=-1)
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
@@ -160,15 +160,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Attend causally over the whole sequence."""
         q, k, v, gate = self.project(x, angles)
-        mixed = F.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True)
+        mixed = fn.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True)
         return self.finish(mixed, gate)
 
     def step(self, x: Tensor, angles: tuple[Tensor, Tensor], state: list[Tensor]) -> Tensor:
         """Attend for one more token; ``state`` holds keys and values and grows by one row."""
         q, k, v, gate = self.project(x, angles)
-        state[:] = [k, v] if not state else [torch.cat(p, 2) for p in zip(state, (k, v))]
+        state[:] = [torch.cat([*state[:1], k], 2), torch.cat([*state[1:], v], 2)]
         keys, values = (self.widen(part) for part in state)
-        return self.finish(F.scaled_dot_product_attention(q, keys, values), gate)
+        return self.finish(fn.scaled_dot_product_attention(q, keys, values), gate)
 
 
 class DepthwiseConv(nn.Module):
@@ -186,7 +186,7 @@ class DepthwiseConv(nn.Module):
         total = wide[:, :length] * self.weight[:, 0, 0]
         for tap in range(1, taps):
             total = total + wide[:, tap : tap + length] * self.weight[:, 0, tap]
-        return F.silu(total)
+        return fn.silu(total)
 
 
 class DeltaNet(nn.Module):
@@ -214,13 +214,13 @@ class DeltaNet(nn.Module):
         q, k, v = self.conv1d(padded).split(self.sizes, dim=-1)
         q, k = (part.unflatten(-1, (-1, self.k_dim)) for part in (q, k))
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
-        decay = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+        decay = -self.A_log.exp() * fn.softplus(a.float() + self.dt_bias)
         values = v.unflatten(-1, (-1, self.v_dim))
         return q * self.k_dim**-0.5, k, values, decay, torch.sigmoid(b.float())
 
     def finish(self, mixed: Tensor, z: Tensor) -> Tensor:
         """Norm, gate with ``silu(z)`` and map ``[B, T, H, Dv]`` back to the hidden size."""
-        gate = F.silu(z.float()).unflatten(-1, (-1, self.v_dim))
+        gate = fn.silu(z.float()).unflatten(-1, (-1, self.v_dim))
         return self.out_proj((self.norm(mixed) * gate).flatten(-2).to(z.dtype))
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -230,7 +230,7 @@ class DeltaNet(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Mix whole sequences from a zero state; ``angles`` is not used."""
         rows, z, b, a = self.project(x)
-        q, k, v, decay, beta = self.parts(x, F.pad(rows, (0, 0, self.taps - 1, 0)), a, b)
+        q, k, v, decay, beta = self.parts(x, fn.pad(rows, (0, 0, self.taps - 1, 0)), a, b)
         q, k, v = (part.to(x.dtype) for part in (q, k, v))
         return self.finish(gated_delta_rule(q, k, v, decay, beta), z)
 
@@ -263,7 +263,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``down(silu(gate(x)) * up(x))``."""
         gate, up = joined(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(fn.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -308,7 +308,7 @@ class Trunk(nn.Module):
 
 
 class Mtp(nn.Module):
-    """The Multi-Token-Prediction layer: embedding first, trunk hidden second, recycled after norm."""
+    """The Multi-Token-Prediction layer: embedding first, hidden second, recycled after norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class Mtp(nn.Module):
         attention = self.layers[0].self_attn
         x, q, k, v, gate = self.enter(embedded, hidden, angles)
         k, v = attention.widen(k), attention.widen(v)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = fn.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.leave(x, mixed, gate), k, v
 
     def deeper(
@@ -384,7 +384,7 @@ class Network(nn.Module):
 
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embedding rows of ``ids`` in the compute dtype."""
-        return F.embedding(ids, self.model.embed_tokens.weight).to(dtype)
+        return fn.embedding(ids, self.model.embed_tokens.weight).to(dtype)
 
     def hidden(self, embedded: Tensor, rotary: Rotary) -> Tensor:
         """Return the trunk's hidden states after the final norm."""
@@ -396,13 +396,13 @@ class Network(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return vocabulary scores in the dtype of ``hidden``."""
-        return F.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype))
+        return fn.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype))
 
     def draft(self, hidden: Tensor, embedded: Tensor, rotary: Rotary, depth: int) -> list[Tensor]:
         """Return the MTP outputs of depths 1 to ``depth`` for slots ``0 .. T - depth - 1``.
 
-        Entry ``k - 1`` at slot ``p`` has read tokens up to ``p + k`` and predicts ``p + k + 1``; the
-        trunk's distribution for the same token is at row ``p + k``.
+        Entry ``k - 1`` at slot ``p`` has read tokens up to ``p + k`` and predicts ``p + k + 1``;
+        the trunk's distribution for the same token is at row ``p + k``.
         """
         count = hidden.shape[1] - depth
         state, keys, values = self.mtp.first(

@@ -54,9 +54,9 @@ def usable_functions(source: str) -> Iterator[tuple[FunctionNode, str, str]]:
         summary = (ast.get_docstring(node) or "").split("\n")[0].strip()
         code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         words = summary.split()
-        if 3 <= len(words) <= 25 and words[0].isalpha() and summary[0].isupper():
-            if 80 <= len(code) <= 2500 and not node.name.startswith("__"):
-                yield node, code, summary
+        phrased = 3 <= len(words) <= 25 and words[0].isalpha() and summary[0].isupper()
+        if phrased and 80 <= len(code) <= 2500 and not node.name.startswith("__"):
+            yield node, code, summary
 
 
 def question(node: FunctionNode, code: str, summary: str, rng: random.Random) -> str:

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from muon import Muon
 from network import Network, Rotary, Shape
 from shards import save_shards
+from torch import Tensor
+from torch.nn import functional as fn
 
 DEPTH = 4
 DEPTH_WEIGHTS = (0.34, 0.26, 0.22, 0.18)
@@ -94,7 +93,7 @@ class Windows:
 def trunk_loss(network: Network, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the mean next-token cross-entropy."""
     scores = network.logits(hidden).float()
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    return fn.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def overlap_losses(draft: Tensor, trunk: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +102,8 @@ def overlap_losses(draft: Tensor, trunk: Tensor, head: Tensor) -> tuple[Tensor, 
     ``draft`` and ``trunk`` are hidden states that predict the same tokens.
     """
     head = head.to(draft.dtype)
-    ours = F.linear(draft, head).float()
-    theirs = F.linear(trunk, head).float()
+    ours = fn.linear(draft, head).float()
+    theirs = fn.linear(trunk, head).float()
     soft = -(theirs.softmax(-1) * ours.log_softmax(-1)).sum(-1).mean()
     shared = torch.minimum((ours / 0.8).softmax(-1), (theirs / 0.8).softmax(-1)).sum(-1)
     return soft, 1 - shared.mean()
@@ -342,7 +341,9 @@ class Loop:
 
 def read_tokens(path: Path) -> np.ndarray:
     """Return the ids of a ``.bin`` or ``.bin.xz`` token file."""
-    raw = lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+    raw = path.read_bytes()
+    if path.suffix == ".xz":
+        raw = lzma.decompress(raw)
     return np.frombuffer(raw, dtype="<u2")
 
 

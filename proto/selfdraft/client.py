@@ -1,0 +1,329 @@
+"""A thin async client of `selfdraft.v1.Inference`.
+
+    async with Client("localhost:50051") as client:
+        async with client.generate(text="def fib(n):", max_tokens=64) as generation:
+            async for chunk in generation:
+                print(chunk.text, end="")
+        print(generation.complete.finish_reason)
+
+Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documented. Errors are
+`SelfdraftError`s. Runs on asyncio; one `Client` serves any number of calls at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypedDict, Unpack
+
+import grpc
+import grpc.aio
+from google.protobuf import struct_pb2
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from selfdraft.v1 import selfdraft_pb2 as pb
+from selfdraft.v1 import selfdraft_pb2_grpc
+
+Messages = Sequence[tuple[str, str]]
+"""(role, content) pairs, in order."""
+
+DEFAULT_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+)
+"""Channel options: a dead connection is noticed within 40 s even on a silent stream."""
+
+
+class Sampling(TypedDict, total=False):
+    """Fields of `SamplingParams`; see there."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field of a request at fault."""
+
+    field: str
+    description: str
+
+
+class SelfdraftError(Exception):
+    """An RPC that failed, with the details the server gave."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        violations: Sequence[Violation] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.reason = reason
+        """`ErrorInfo.reason`; empty when the error is not the server's own (no connection, …)."""
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+        """Seconds after which trying again makes sense; None when it does not."""
+
+    @classmethod
+    def of(cls, error: grpc.aio.AioRpcError) -> Self:
+        """The same as gRPC's error, with its details read."""
+        details = _Details()
+        try:
+            status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        except ValueError:  # details of someone else's status
+            status = None
+        for detail in status.details if status is not None else ():
+            details.read(detail)
+        return cls(
+            error.code(),
+            error.details() or "",
+            reason=details.reason,
+            violations=details.violations,
+            retry_after_s=details.retry_after_s,
+        )
+
+
+class _Details:
+    def __init__(self) -> None:
+        self.reason = ""
+        self.violations: list[Violation] = []
+        self.retry_after_s: float | None = None
+
+    def read(self, detail: Any) -> None:
+        info = error_details_pb2.ErrorInfo()
+        bad = error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            self.reason = info.reason
+        elif detail.Unpack(bad):
+            self.violations += [Violation(v.field, v.description) for v in bad.field_violations]
+        elif detail.Unpack(retry):
+            self.retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+
+
+class Generation:
+    """One running `Generate` call: iterate over its chunks, once.
+
+    Iterating raises SelfdraftError when the call fails; after `cancel` it just ends. Leaving the
+    `async with` block cancels, and so ends the generation on the server.
+    """
+
+    def __init__(
+        self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+    ) -> None:
+        self._call = call
+        self._cancelled = False
+        self.complete: pb.GenerateComplete | None = None
+        """Why it ended and what it cost; None until the last chunk was read."""
+
+    async def request_id(self) -> str:
+        """The request's id, once the server admitted it. Raises SelfdraftError when it did not."""
+        metadata = await self._call.initial_metadata()
+        for key, value in metadata or ():
+            if key == "selfdraft-request-id":
+                return str(value)
+        return await self._raise_status()
+
+    async def text(self) -> str:
+        """The whole text. Raises SelfdraftError."""
+        return "".join([chunk.text async for chunk in self])
+
+    def cancel(self) -> None:
+        """End the generation; idempotent."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateStreamChunk]:
+        try:
+            async for response in self._call:
+                if response.HasField("complete"):
+                    self.complete = response.complete
+                else:
+                    yield response.chunk
+        except grpc.aio.AioRpcError as error:
+            raise SelfdraftError.of(error) from error
+        except asyncio.CancelledError:
+            # gRPC raises this for a call that was cancelled, as if the task had been.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            if not self._cancelled:
+                raise SelfdraftError(
+                    grpc.StatusCode.CANCELLED, "the connection was closed"
+                ) from None
+        finally:
+            self.cancel()
+
+    async def _raise_status(self) -> NoReturn:
+        try:
+            async for _ in self._call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            raise SelfdraftError.of(error) from error
+        raise RuntimeError("the server sent no request id")
+
+
+class Client:
+    """A connection to one server; an async context manager."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, Any]] = DEFAULT_OPTIONS,
+    ) -> None:
+        """`target` is host:port. Without `credentials` the connection is plain text."""
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        # The generated stub has no annotations; the messages have.
+        self._stub: Any = selfdraft_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancels what still runs and closes the connection; idempotent."""
+        await self._channel.close(grace=None)
+
+    def generate(
+        self,
+        *,
+        text: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        max_depth: int | None = None,
+        timeout: float | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """Starts a generation from exactly one of `text`, `token_ids` and `messages`.
+
+        `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds.
+        Nothing is raised here: errors come from the `Generation`.
+        """
+        request = pb.GenerateRequest(request_id=request_id)
+        if text is not None:
+            request.text = text
+        if token_ids is not None:
+            request.tokenized.input_ids.extend(token_ids)
+        if messages is not None:
+            request.chat.CopyFrom(chat_input(messages, template_variables))
+        if sampling:
+            request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))
+        if max_depth is not None:
+            request.speculation.max_depth = max_depth
+        return self.start(request, timeout=timeout, metadata=metadata)
+
+    def start(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> Generation:
+        """Starts a generation from a message of your own making."""
+        return Generation(self._stub.Generate(request, timeout=timeout, metadata=tuple(metadata)))
+
+    async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """Ends a live request; False when there is none of this id. Raises SelfdraftError."""
+        request = pb.AbortRequest(request_id=request_id)
+        response: pb.AbortResponse = await self._unary("Abort", request, timeout)
+        return response.aborted
+
+    async def tokenize(
+        self,
+        *,
+        text: str | None = None,
+        messages: Messages | None = None,
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Token ids of exactly one of `text` and `messages`. Raises SelfdraftError."""
+        request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
+        if text is not None:
+            request.text = text
+        if messages is not None:
+            request.chat.CopyFrom(chat_input(messages))
+        response: pb.TokenizeResponse = await self._unary("Tokenize", request, timeout)
+        return list(response.token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """Text of `token_ids`. Raises SelfdraftError."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        response: pb.DetokenizeResponse = await self._unary("Detokenize", request, timeout)
+        return response.text
+
+    async def model_info(self, *, timeout: float | None = None) -> pb.GetModelInfoResponse:
+        """Facts about the served model. Raises SelfdraftError."""
+        response: pb.GetModelInfoResponse = await self._unary(
+            "GetModelInfo", pb.GetModelInfoRequest(), timeout
+        )
+        return response
+
+    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise SelfdraftError.of(error) from error
+
+
+def chat_input(messages: Messages, variables: Mapping[str, Any] | None = None) -> pb.ChatInput:
+    """(role, content) pairs as a message, with further variables for the template."""
+    chat = pb.ChatInput(
+        messages=[pb.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+    if variables:
+        kwargs = struct_pb2.Struct()
+        kwargs.update(variables)
+        chat.chat_template_kwargs.CopyFrom(kwargs)
+    return chat

@@ -1,0 +1,1 @@
+"""Version 1 of the API; see selfdraft.proto for what every field means."""

@@ -1,0 +1,339 @@
+"""The `selfdraft` command. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+import typer
+
+if TYPE_CHECKING:
+    from service.config import ServiceConfig
+
+app = typer.Typer(
+    name="selfdraft",
+    help="Serves a language model that drafts for itself, over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+T = TypeVar("T")
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Checkpoint directory or Hugging Face id; the bundled model when absent."),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+MaxRows = Annotated[int, typer.Option(help="Sequences that decode together, 1 … 256.")]
+KvMemory = Annotated[
+    str | None, typer.Option(help="Memory for the KV cache, e.g. 512MiB; automatic when absent.")
+]
+Context = Annotated[
+    int | None, typer.Option(help="Most tokens of prompt plus output; the model's when absent.")
+]
+DepthOption = Annotated[str, typer.Option(help="Drafts per cycle: auto, or 0 … 8; 0 is off.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Blas = Annotated[str, typer.Option(help="Linux CPU: auto (OpenBLAS when there) or reference.")]
+Weights = Annotated[str, typer.Option(help="Quantised weights: auto, keep or dequantize.")]
+Gate = Annotated[
+    str, typer.Option(help="Check of the MTP head at load: auto, or off to trust it unmeasured.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
+
+
+class UsageError(Exception):
+    """An option's value is not one of those that exist."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from service.version import VERSION
+
+        typer.echo(f"selfdraft {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serves a language model that drafts for itself, over gRPC."""
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    revision: Revision = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 50051,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = 9464,
+    metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
+    max_rows: MaxRows = 16,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
+    kv_memory: KvMemory = None,
+    context: Context = None,
+    depth: DepthOption = "auto",
+    dtype: Dtype = "auto",
+    blas: Blas = "auto",
+    weights: Weights = "auto",
+    mtp_gate: Gate = "auto",
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 256,
+    default_max_tokens: Annotated[
+        int, typer.Option(help="max_tokens of requests that name none.")
+    ] = 4096,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Time to finish running requests after SIGTERM.")
+    ] = 30.0,
+    log_format: LogFormatOption = "pretty",
+) -> None:
+    """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
+    from service import console, launch, logs
+    from service.config import RequestLimits, ServerConfig
+
+    settings = _config(
+        model=model,
+        revision=revision,
+        max_rows=max_rows,
+        max_queue=max_queue,
+        kv_memory=kv_memory,
+        context=context,
+        depth=depth,
+        dtype=dtype,
+        blas=blas,
+        weights=weights,
+        mtp_gate=mtp_gate,
+        prefill_chunk=prefill_chunk,
+        log_format=log_format,
+        limits=RequestLimits(default_max_tokens=default_max_tokens),
+        server=ServerConfig(
+            host=host,
+            port=port,
+            metrics_port=metrics_port if metrics else None,
+            drain_s=drain_seconds,
+        ),
+    )
+    logger = logs.make_logger(settings.log_format)
+    logs.capture_stdlib(logger)
+    progress = console.LoadProgress()
+    try:
+        code = launch.serve(settings, logger, progress, lambda _: progress.close())
+    finally:
+        progress.close()
+    raise typer.Exit(code)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    target: Annotated[
+        str | None, typer.Option(help="host:port of a server; in this process when absent.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's turn.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1].")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="In [0, 1).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    depth: DepthOption = "auto",
+    timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
+    model: Model = None,
+    revision: Revision = None,
+    kv_memory: KvMemory = None,
+    context: Context = None,
+    dtype: Dtype = "auto",
+    blas: Blas = "auto",
+    weights: Weights = "auto",
+    mtp_gate: Gate = "auto",
+) -> None:
+    """Generate one text, streamed to standard output; a summary goes to standard error."""
+    from service.oneshot import Ask, generate_at, generate_here
+
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop,
+    }
+    ask = Ask(
+        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        chat=chat or system is not None,
+        system=system,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        max_depth=None if depth == "auto" else _depth(depth),
+        timeout=timeout,
+    )
+    here = {"model": model, "revision": revision, "kv-memory": kv_memory, "context": context}
+    if target is not None:
+        if given := [f"--{name}" for name, value in here.items() if value is not None]:
+            raise UsageError(f"{', '.join(given)}: the server at --target decides that")
+        generate_at(target, ask)
+        return
+    settings = _config(
+        model=model,
+        revision=revision,
+        max_rows=1,
+        kv_memory=kv_memory,
+        context=context,
+        depth=depth,
+        dtype=dtype,
+        blas=blas,
+        weights=weights,
+        mtp_gate=mtp_gate,
+    )
+    generate_here(settings, ask)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="Directory or hub id.")] = None,
+    revision: Revision = None,
+) -> None:
+    """Show what a checkpoint holds and whether it can run; exit code 1 when it cannot."""
+    from engine.inspect import inspect_model
+    from service import console, models
+
+    found = inspect_model(models.resolve(model, revision=revision))
+    console.show_inspection(found)
+    raise typer.Exit(0 if found.runnable else 1)
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    sessions: Annotated[int, typer.Option(min=1, max=64, help="Concurrent sessions.")] = 8,
+    compare: Annotated[bool, typer.Option(help="Run once more without drafts.")] = True,
+) -> None:
+    """Serve the bundled model to several sessions at once and show what its drafts bring."""
+    from service.demo import run_demo
+
+    raise typer.Exit(run_demo(model=model, sessions=sessions, compare=compare))
+
+
+def _config(
+    *,
+    model: str | None,
+    revision: str | None,
+    max_rows: int,
+    kv_memory: str | None,
+    context: int | None,
+    depth: str,
+    dtype: str,
+    blas: str,
+    weights: str,
+    mtp_gate: str,
+    max_queue: int = 64,
+    prefill_chunk: int = 256,
+    log_format: str = "pretty",
+    **parts: Any,
+) -> ServiceConfig:
+    """The options as one checked config. Raises UsageError, SettingError, ConfigError and
+    ModelNotFoundError."""
+    from engine.config import (
+        BlasChoice,
+        DtypeChoice,
+        EngineConfig,
+        GateChoice,
+        WeightsChoice,
+    )
+    from engine.plan import MAX_DEPTH
+    from scheduler.config import SchedulerConfig
+    from service import models
+    from service.config import LogFormat, ServiceConfig, parse_bytes
+
+    fixed = None if depth == "auto" else _depth(depth)
+    try:
+        scheduler = SchedulerConfig(
+            max_queue=max_queue,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            depth="auto" if fixed is None else fixed,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    path = Path("unresolved")
+    engine: dict[str, Any] = {
+        "dtype": _choice("--dtype", dtype, DtypeChoice),
+        "blas": _choice("--blas", blas, BlasChoice),
+        "weights": _choice("--weights", weights, WeightsChoice),
+        "mtp_gate": _choice("--mtp-gate", mtp_gate, GateChoice),
+        "max_rows": max_rows,
+        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory),
+        "max_depth": MAX_DEPTH if fixed is None else fixed,
+        "prefill_chunk": prefill_chunk,
+        "context": context,
+    }
+    EngineConfig(model=path, **engine).validate()  # before minutes of downloading
+    shape = _choice("--log-format", log_format, LogFormat)
+    path = models.resolve(model, revision=revision)
+    return ServiceConfig(
+        engine=EngineConfig(model=path, **engine),
+        scheduler=scheduler,
+        log_format=shape,
+        model_name=models.display_name(model),
+        **parts,
+    )
+
+
+def _depth(text: str) -> int:
+    from engine.plan import MAX_DEPTH
+
+    if not text.isdecimal() or int(text) > MAX_DEPTH:
+        raise UsageError(f"--depth: must be auto or 0 … {MAX_DEPTH}, not {text!r}")
+    return int(text)
+
+
+def _choice(option: str, value: str, choices: Any) -> Any:
+    known = get_args(choices)
+    if value not in known:
+        raise UsageError(f"{option}: must be one of {', '.join(known)}, not {value!r}")
+    return value
+
+
+ExitCode = Literal[1, 2]
+
+
+def _expected(error: Exception) -> ExitCode | None:
+    """Exit code of an error a person can do something about; None for a defect of ours."""
+    from selfdraft import SelfdraftError
+
+    from engine.errors import ConfigError, EngineError
+    from service.config import SettingError
+    from service.models import ModelNotFoundError
+    from service.server import BindError
+    from service.text.tokenizer import TokenizerError
+
+    if isinstance(error, UsageError | ConfigError | SettingError):
+        return 2
+    known = (EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError)
+    return 1 if isinstance(error, known) else None
+
+
+def main() -> None:
+    """Entry point: one line for an expected error, a traceback only for a defect."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        code = _expected(error)
+        if code is None:
+            raise
+        from service import console
+
+        console.fail(error)
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

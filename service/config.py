@@ -1,0 +1,188 @@
+"""Everything an operator can set, in one frozen tree. No environment variable is read anywhere.
+
+A value out of range raises `SettingError` (a ValueError) that names the field and its limit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from engine.config import EngineConfig
+from engine.plan import MAX_STOP_IDS
+from scheduler.config import SchedulerConfig
+
+LogFormat = Literal["json", "pretty"]
+
+
+class SettingError(ValueError):
+    """A setting is out of range."""
+
+    def __init__(self, name: str, limit: str) -> None:
+        super().__init__(f"{name}: {limit}")
+        self.name = name
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Bounds on a single request, besides the model's own."""
+
+    default_max_tokens: int = 4096
+    """max_tokens of a request that names none. A forgotten limit should not hold a row until the
+    context is full."""
+
+    max_stop_strings: int = 16
+    """Stop strings per request. Each costs work per character of output."""
+
+    max_stop_string_chars: int = 256
+    """Characters per stop string. As many may be held back from the stream."""
+
+    max_stop_ids: int = MAX_STOP_IDS
+    """Stop token ids per request, the model's end tokens included; the engine's limit is 64."""
+
+    max_request_id_chars: int = 128
+    """Characters of a request id. It appears in every log line about the request."""
+
+    max_text_chars: int = 4_000_000
+    """Characters of a text or chat input. Longer ones are refused before they are tokenized."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
+        _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
+        if self.max_stop_ids > MAX_STOP_IDS:
+            raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The network side."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback by default: there is no authentication yet."""
+
+    port: int = 50051
+    """gRPC port; 0 takes a free one, which the server reports."""
+
+    metrics_port: int | None = 9464
+    """Port of the Prometheus endpoint on the same host; 0 takes a free one, None serves none."""
+
+    max_concurrent_rpcs: int = 1024
+    """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
+
+    max_message_bytes: int = 16 * 1024 * 1024
+    """Largest message in either direction, in bytes."""
+
+    min_ping_interval_s: float = 10.0
+    """Client pings closer together than this are answered by closing the connection. gRPC's own
+    default is 300 s and cuts off clients that ping a silent stream every 30 s."""
+
+    keepalive_s: float = 60.0
+    """The server pings a connection that was silent this long, to notice dead clients."""
+
+    keepalive_timeout_s: float = 20.0
+    """A ping unanswered for this long ends the connection and its requests."""
+
+    max_connection_age_s: float | None = 3600.0
+    """Age at which a client is asked to reconnect, so that load spreads when a fleet grows. None:
+    never."""
+
+    max_connection_age_grace_s: float = 600.0
+    """Seconds a connection past its age may finish its streams."""
+
+    drain_s: float = 30.0
+    """Seconds that running requests may take to finish after SIGTERM."""
+
+    write_timeout_s: float = 60.0
+    """A single message that a client does not take for this long ends its stream."""
+
+    retry_after_s: float = 2.0
+    """What a client is told to wait when the server is loading or draining."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise SettingError(name, "must be in 0 … 65535")
+        if not self.host:
+            raise SettingError("host", "must not be empty")
+        _at_least(self, 1, "max_concurrent_rpcs")
+        _at_least(self, 1024, "max_message_bytes")
+        _positive(self, "min_ping_interval_s", "keepalive_s", "keepalive_timeout_s")
+        _positive(self, "max_connection_age_grace_s", "write_timeout_s", "retry_after_s")
+        if self.max_connection_age_s is not None:
+            _positive(self, "max_connection_age_s")
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise SettingError("drain_s", "must be >= 0 seconds")
+
+    def grpc_options(self) -> list[tuple[str, int]]:
+        """The gRPC channel arguments that say the same."""
+        options = [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.http2.min_ping_interval_without_data_ms", _ms(self.min_ping_interval_s)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.keepalive_time_ms", _ms(self.keepalive_s)),
+            ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
+            # Two servers on one port would share its connections at random.
+            ("grpc.so_reuseport", 0),
+        ]
+        if self.max_connection_age_s is not None:
+            options += [
+                ("grpc.max_connection_age_ms", _ms(self.max_connection_age_s)),
+                ("grpc.max_connection_age_grace_ms", _ms(self.max_connection_age_grace_s)),
+            ]
+        return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """One server, whole."""
+
+    engine: EngineConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    log_format: LogFormat = "pretty"
+    model_name: str | None = None
+    """Name the model is served under; None takes the engine's."""
+
+    def __post_init__(self) -> None:
+        if self.log_format not in ("json", "pretty"):
+            raise SettingError("log_format", "must be 'json' or 'pretty'")
+
+
+_UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS_DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '2 GiB', '1.5GB' or '1048576' as bytes. Raises SettingError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = _UNITS | _UNITS_DECIMAL | {"B": 1}
+    if match is None or match[2].upper() not in units:
+        raise SettingError("size", f"{text!r} is not a size such as 512MiB or 2GiB")
+    size = int(float(match[1]) * units[match[2].upper()])
+    if size < 1:
+        raise SettingError("size", "must be at least one byte")
+    return size
+
+
+def _at_least(config: object, limit: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < limit:
+            raise SettingError(name, f"must be >= {limit}")
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise SettingError(name, "must be > 0 seconds")
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

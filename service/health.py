@@ -1,0 +1,33 @@
+"""grpc.health.v1: whether this server takes generations, for probes and for balancers' watches."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from selfdraft.v1 import selfdraft_pb2
+
+SERVICE: Final = selfdraft_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+NAMES: Final = ("", SERVICE)
+"""Names a client may ask about: the server as a whole, and the service. They agree."""
+
+
+class Health:
+    """NOT_SERVING until told otherwise."""
+
+    def __init__(self) -> None:
+        # The type stubs do not know the asyncio half of the package.
+        self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+
+    async def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server that has not started."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        await self.set(serving=False)
+
+    async def set(self, *, serving: bool) -> None:
+        """Tells probes and watches."""
+        status = health_pb2.HealthCheckResponse
+        for name in NAMES:
+            await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)

@@ -1,0 +1,93 @@
+"""Starts servers from a config: in this process until a signal, or beside a client."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+from engine.plan import Engine
+from service.config import ServiceConfig
+from service.logs import Logger
+from service.server import Server
+from service.text.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""(phase, done, total), called on the engine's thread while a model loads."""
+
+
+def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None = None) -> Server:
+    """A server that will load the config's model. Call it on the event loop that runs it."""
+
+    def engine() -> Engine:
+        # Only here, on the engine's own thread, does MLX come into the process.
+        from engine.load import load_engine
+
+        return load_engine(config.engine, progress)
+
+    return Server(
+        config=config,
+        engine_factory=engine,
+        tokenizer_factory=lambda: Tokenizer.load(config.engine.model),
+        logger=logger,
+    )
+
+
+def serve(
+    config: ServiceConfig,
+    logger: Logger,
+    progress: Progress | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT (drain; a second one stops at once) or until the engine
+    fails. Returns the exit code. Raises what `Server.run` raises."""
+
+    async def main() -> int:
+        server = make_server(config, logger, progress)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop.request)
+        async with _announcing(server, on_ready):
+            return await server.run()
+
+    return anyio.run(main, backend="asyncio")
+
+
+@asynccontextmanager
+async def _announcing(
+    server: Server, on_ready: Callable[[Server], None] | None
+) -> AsyncIterator[None]:
+    async def announce() -> None:
+        await server.ready.wait()
+        if on_ready is not None:
+            on_ready(server)
+
+    task = asyncio.create_task(announce())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[Server]:
+    """Runs `server` beside the block, which starts when it is ready, and stops it afterwards.
+
+    Raises what `Server.run` raises while it loads.
+    """
+    run = asyncio.create_task(server.run())
+    ready = asyncio.create_task(server.ready.wait())
+    try:
+        await asyncio.wait((run, ready), return_when=asyncio.FIRST_COMPLETED)
+        if run.done():
+            run.result()
+            raise RuntimeError("the server ended before it was ready")
+        yield server
+    finally:
+        ready.cancel()
+        server.stop.request()
+        server.stop.request()
+        await asyncio.wait((run,))

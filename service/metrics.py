@@ -1,0 +1,282 @@
+"""Every Prometheus metric of the service, in one place. All names start with `selfdraft_`.
+
+What the scheduler counts is read from its statistics when Prometheus asks (`_SchedulerCollector`),
+so nothing is counted twice; what only the service sees is observed here: latencies, refusals,
+windowed acceptance. Labels are from closed sets: no request, model or client can add a series.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.plan import MAX_DEPTH, EngineInfo
+from scheduler.request import FinishReason, Tokens, Usage
+from scheduler.statistics import Statistics
+from service.errors import Reason
+
+ACCEPTANCE_WINDOW_S: Final = 60.0
+
+_LATENCY: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN: Final = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0),
+)
+_REQUEST: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_SUCCESS: Final = {
+    FinishReason.STOP: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+REFUSALS: Final = (
+    Reason.INVALID_ARGUMENT,
+    Reason.DUPLICATE_REQUEST,
+    Reason.QUEUE_FULL,
+    Reason.LOADING,
+    Reason.DRAINING,
+    Reason.ENGINE_FAILED,
+)
+
+TakeStatistics = Callable[[], Statistics | None]
+"""A snapshot of the scheduler, None before there is one. Called from the exporter's threads."""
+
+
+class Metrics:
+    """The metrics of one server, in a registry of its own."""
+
+    def __init__(self, take_statistics: TakeStatistics, *, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Admission to first token.", _LATENCY
+        )
+        self._inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Time per token after the first; a burst of n tokens after t seconds counts n times "
+            "as t/n.",
+            _TOKEN,
+        )
+        self._e2e_latency = self._histogram(
+            "e2e_request_latency_seconds",
+            "Admission to end, of requests that ended with stop or length.",
+            _REQUEST,
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds", "Admission to the first prefill chunk.", _LATENCY
+        )
+        self._refused = Counter(
+            "selfdraft_requests_refused",
+            "Generate calls refused before admission.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in REFUSALS:
+            self._refused.labels(reason.value)
+        self._acceptance = AcceptanceWindow(ACCEPTANCE_WINDOW_S)
+        self._collector = _SchedulerCollector(take_statistics, self._acceptance, version)
+        self.registry.register(self._collector)
+
+    def model_loaded(self, info: EngineInfo, name: str) -> None:
+        """Makes the served model's facts known."""
+        self._collector.model = (info, name)
+
+    def refused(self, reason: Reason) -> None:
+        """A Generate call was refused before admission."""
+        self._refused.labels(reason.value).inc()
+
+    def burst(self, tokens: Tokens, *, previous_at: float | None, submitted_at: float) -> None:
+        """A cycle emitted tokens for a request whose previous burst came at `previous_at`."""
+        self._acceptance.add(tokens.drafted, tokens.accepted, tokens.at)
+        if previous_at is None:
+            self._time_to_first_token.observe(max(tokens.at - submitted_at, 0.0))
+            return
+        share = max(tokens.at - previous_at, 0.0) / len(tokens.ids)
+        for _ in tokens.ids:
+            self._inter_token_latency.observe(share)
+
+    def finished(self, reason: FinishReason, usage: Usage) -> None:
+        """A request ended, well or not."""
+        start = usage.submitted_at
+        if usage.started_at is not None:
+            self._queue_time.observe(max(usage.started_at - start, 0.0))
+        if reason in _SUCCESS and usage.finished_at is not None:
+            self._e2e_latency.observe(max(usage.finished_at - start, 0.0))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"selfdraft_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class AcceptanceWindow:
+    """Accepted over drafted tokens of the last `window_s` seconds, in steps of a second."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._slots: deque[tuple[int, int, int]] = deque()
+        self._drafted = 0
+        self._accepted = 0
+
+    def add(self, drafted: int, accepted: int, at: float) -> None:
+        second = int(at)
+        if self._slots and self._slots[-1][0] == second:
+            _, d, a = self._slots.pop()
+            self._slots.append((second, d + drafted, a + accepted))
+        else:
+            self._slots.append((second, drafted, accepted))
+        self._drafted += drafted
+        self._accepted += accepted
+        self._evict(at)
+
+    def ratio(self, now: float) -> float:
+        """NaN when nothing was drafted."""
+        self._evict(now)
+        return self._accepted / self._drafted if self._drafted else float("nan")
+
+    def _evict(self, now: float) -> None:
+        while self._slots and self._slots[0][0] < now - self._window_s:
+            _, drafted, accepted = self._slots.popleft()
+            self._drafted -= drafted
+            self._accepted -= accepted
+
+
+class _SchedulerCollector(Collector):
+    """Turns a scheduler snapshot into metrics, when Prometheus asks."""
+
+    def __init__(
+        self, take_statistics: TakeStatistics, acceptance: AcceptanceWindow, version: str
+    ) -> None:
+        self._take_statistics = take_statistics
+        self._acceptance = acceptance
+        self._version = version
+        self.model: tuple[EngineInfo, str] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        yield _info("build_info", "The running server.", {"version": self._version})
+        if self.model is not None:
+            yield self._model_info(*self.model)
+        statistics = self._take_statistics()
+        if statistics is not None:
+            yield from self._load(statistics)
+            yield from _totals(statistics)
+            yield from _speculation(statistics)
+            yield from _ends(statistics)
+
+    def _model_info(self, info: EngineInfo, name: str) -> Metric:
+        labels = {
+            "model": name,
+            "family": info.family,
+            "dtype": info.dtype,
+            "quantization": info.quantization,
+            "device": info.device,
+            "mtp_layers": str(info.mtp_layers),
+            "max_depth": str(info.max_depth),
+            "context_length": str(info.context_length),
+        }
+        return _info("model_info", "The served model.", labels)
+
+    def _load(self, s: Statistics) -> Iterable[Metric]:
+        ratio = s.pages_used / s.pages_total if s.pages_total else 0.0
+        yield _gauge("requests_running", "Requests with a row.", s.running)
+        yield _gauge("requests_waiting", "Requests in the queue.", s.queued_requests)
+        yield _gauge("requests_paused", "Running requests whose reader lags.", s.paused)
+        yield _gauge("kv_pages", "KV cache pages.", s.pages_total)
+        yield _gauge("kv_pages_used", "KV cache pages in use.", s.pages_used)
+        yield _gauge("kv_pages_peak", "Most KV cache pages ever in use.", s.pages_peak)
+        yield _gauge("kv_cache_usage_ratio", "KV cache pages in use over all, 0 to 1.", ratio)
+        yield _gauge(
+            "tokens_per_second", "Tokens generated per second, recently.", s.tokens_per_second
+        )
+        yield _gauge(
+            "spec_decode_acceptance_rate",
+            f"Accepted over drafted tokens of the last {ACCEPTANCE_WINDOW_S:.0f} s; NaN without.",
+            self._acceptance.ratio(s.at),
+        )
+        yield _gauge("spec_decode_depth", "Drafts per cycle in the newest cycle.", s.depth)
+
+
+def _totals(s: Statistics) -> Iterable[Metric]:
+    yield _counter("prompt_tokens", "Prompt tokens prefilled.", s.prompt_tokens)
+    yield _counter("generation_tokens", "Tokens generated for streams.", s.generated_tokens)
+    yield _counter(
+        "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
+    )
+    yield _counter("requests_admitted", "Generate calls admitted.", s.submitted)
+    yield _counter("steps", "Engine steps.", s.steps)
+    cycles = CounterMetricFamily(
+        "selfdraft_cycles", "Decode cycles, by their depth.", labels=["depth"]
+    )
+    for depth, count in enumerate(s.cycles_by_depth):
+        cycles.add_metric([str(depth)], count)
+    yield cycles
+    phases = CounterMetricFamily(
+        "selfdraft_cycle_seconds",
+        "Time spent in engine steps: build (host), wait (host, on the device), device.",
+        labels=["phase"],
+    )
+    for phase, seconds in (("build", s.build_s), ("wait", s.wait_s), ("device", s.device_s)):
+        phases.add_metric([phase], seconds)
+    yield phases
+
+
+def _speculation(s: Statistics) -> Iterable[Metric]:
+    # Every drafting row cycle has a first draft.
+    drafts = s.drafted_per_position[0] if s.drafted_per_position else 0
+    yield _counter("spec_decode_drafts", "Row cycles that drafted.", drafts)
+    yield _counter("spec_decode_draft_tokens", "Drafts up for acceptance.", s.drafted)
+    yield _counter("spec_decode_accepted_tokens", "Drafts accepted.", s.accepted)
+    yield _per_position("draft", "Drafts up for acceptance", s.drafted_per_position)
+    yield _per_position("accepted", "Drafts accepted", s.accepted_per_position)
+
+
+def _ends(s: Statistics) -> Iterable[Metric]:
+    success = dict.fromkeys(_SUCCESS.values(), 0)
+    cancelled: dict[str, int] = {}
+    for reason in FinishReason:
+        count = s.finished.get(reason, 0)
+        if reason in _SUCCESS:
+            success[_SUCCESS[reason]] += count
+        else:
+            cancelled[reason.value] = count
+    yield _labelled("request_success", "Requests that ended well.", "finish_reason", success)
+    yield _labelled(
+        "requests_cancelled", "Requests ended early, faults included.", "reason", cancelled
+    )
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"selfdraft_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"selfdraft_{name}", text, value=value)
+
+
+def _labelled(name: str, text: str, label: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(f"selfdraft_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _per_position(kind: str, text: str, counts: tuple[int, ...]) -> Metric:
+    family = CounterMetricFamily(
+        f"selfdraft_spec_decode_{kind}_tokens_per_pos",
+        f"{text}, by position in the draft, 1 first; a draft stands only with all before it.",
+        labels=["position"],
+    )
+    for position in range(1, MAX_DEPTH + 1):
+        value = counts[position - 1] if position <= len(counts) else 0
+        family.add_metric([str(position)], value)
+    return family
+
+
+def _info(name: str, text: str, labels: dict[str, str]) -> Metric:
+    family = GaugeMetricFamily(f"selfdraft_{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
+    return family

@@ -1,0 +1,93 @@
+"""`selfdraft generate`: one text from a server, or from a model loaded in this process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+from selfdraft import Client
+from selfdraft.v1 import selfdraft_pb2 as pb
+
+from service import console, launch, logs
+from service.config import ServerConfig, ServiceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What to generate."""
+
+    prompt: str
+    chat: bool
+    system: str | None
+    sampling: Mapping[str, Any]
+    max_depth: int | None
+    timeout: float | None
+
+
+def generate_at(target: str, ask: Ask) -> None:
+    """Streams to standard output. Raises SelfdraftError."""
+
+    async def main() -> None:
+        async with Client(target) as client:
+            await _stream(client, ask)
+
+    anyio.run(main, backend="asyncio")
+
+
+def generate_here(config: ServiceConfig, ask: Ask) -> None:
+    """The same from a server of its own in this process, reached over loopback. Raises what
+    loading raises, and SelfdraftError."""
+    private = replace(config, server=ServerConfig(port=0, metrics_port=None))
+    quiet = logs.make_logger("pretty", level=logging.WARNING)
+
+    async def main() -> None:
+        progress = console.LoadProgress()
+        try:
+            async with launch.running(launch.make_server(private, quiet, progress)) as server:
+                progress.close()
+                assert server.addresses is not None
+                async with Client(server.addresses.grpc) as client:
+                    await _stream(client, ask)
+        finally:
+            progress.close()
+
+    anyio.run(main, backend="asyncio")
+
+
+async def _stream(client: Client, ask: Ask) -> None:
+    if ask.chat:
+        turns = [("system", ask.system)] if ask.system is not None else []
+        prompt: dict[str, Any] = {"messages": [*turns, ("user", ask.prompt)]}
+    else:
+        prompt = {"text": ask.prompt}
+    started = time.monotonic()
+    async with client.generate(
+        **prompt, **ask.sampling, max_depth=ask.max_depth, timeout=ask.timeout
+    ) as generation:
+        async for chunk in generation:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if generation.complete is not None:
+        _summary(generation.complete, time.monotonic() - started)
+
+
+def _summary(done: pb.GenerateComplete, seconds: float) -> None:
+    drafted, accepted = done.spec_draft_tokens, done.spec_accepted_tokens
+    rate = f"{accepted / drafted:.2f} ({accepted}/{drafted})" if drafted else "no drafts"
+    passes = done.spec_cycles + 1
+    console.stderr.print(
+        f"{done.completion_tokens} tokens in {seconds:.2f} s "
+        f"({done.completion_tokens / max(seconds, 1e-9):.1f} tokens/s), acceptance {rate}, "
+        f"{done.completion_tokens / passes:.2f} tokens per pass, "
+        f"first token after {done.time_to_first_token_seconds:.3f} s, "
+        f"finish: {done.finish_reason}, seed {done.seed}",
+        style="dim",
+        soft_wrap=True,
+    )

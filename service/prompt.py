@@ -1,0 +1,275 @@
+"""The prompt of a request: text, chat or token ids, checked against what the model can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import anyio.to_thread
+from google.protobuf.json_format import MessageToDict
+from selfdraft.v1 import selfdraft_pb2 as pb
+
+from engine.plan import EngineInfo
+from scheduler.admission import Limits
+from scheduler.request import GenerationRequest
+from service.backend import Backend
+from service.config import RequestLimits
+from service.errors import invalid
+from service.text.template import ChatTemplateError
+from service.text.tokenizer import Tokenizer
+from service.validation import (
+    NOT_YET,
+    Complain,
+    Options,
+    Violations,
+    check_known,
+    check_request_id,
+    check_token_ids,
+    read_options,
+)
+
+_INLINE_CHARS: Final = 2_000
+"""Longer texts are tokenized on a thread: the event loop streams for everybody else."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that passed every check the service can make."""
+
+    request: GenerationRequest
+    options: Options
+    input: str
+    """Which kind of input it had: text, tokenized or chat."""
+
+
+async def prepare(
+    request: pb.GenerateRequest,
+    backend: Backend,
+    *,
+    limits: RequestLimits,
+    request_id: str,
+    deadline: float | None,
+) -> Prepared:
+    """Checks and tokenizes `request`. Raises ServiceError with every violation at once."""
+    complain = Violations()
+    scheduler = backend.scheduler
+    check_known(request, complain)
+    if request.HasField("request_id"):
+        check_request_id(request.request_id, complain, limits)
+    options = read_options(
+        request,
+        complain,
+        limits=limits,
+        vocab_size=scheduler.info.vocab_size,
+        eos_ids=backend.tokenizer.eos_ids,
+    )
+    ids = await _generate_input(request, backend, complain, limits)
+    max_tokens = 1
+    if ids is not None:
+        path = request.WhichOneof("input") or "input"
+        max_tokens = _room(len(ids), path, options, scheduler.limits, limits, complain)
+    if ids is None or complain.found:
+        raise invalid(complain.found)
+    return Prepared(
+        input=request.WhichOneof("input") or "",
+        options=options,
+        request=GenerationRequest(
+            request_id=request_id,
+            prompt_ids=ids,
+            sampling=options.sampling,
+            max_tokens=max_tokens,
+            stop_ids=options.stop_ids,
+            depth_cap=options.depth_cap,
+            deadline=deadline,
+        ),
+    )
+
+
+async def encode_input(
+    request: pb.TokenizeRequest, tokenizer: Tokenizer, *, limits: RequestLimits
+) -> tuple[int, ...]:
+    """Token ids for `Tokenize`. Raises ServiceError with every violation at once."""
+    complain = Violations()
+    check_known(request, complain)
+    special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    ids: tuple[int, ...] | None = None
+    match request.WhichOneof("input"):
+        case "text":
+            ids = await _encode_text(
+                request.text, tokenizer, complain, limits, special=special is not False
+            )
+        case "chat":
+            if special:
+                complain("add_special_tokens", "must be absent or false for chat")
+            ids = await _encode_chat(request.chat, tokenizer, complain, limits)
+        case _:
+            complain("input", "one of text and chat is required")
+    if ids is None or complain.found:
+        raise invalid(complain.found)
+    return ids
+
+
+async def decode_ids(
+    request: pb.DetokenizeRequest, tokenizer: Tokenizer, *, info: EngineInfo
+) -> str:
+    """Text for `Detokenize`. Raises ServiceError with every violation at once."""
+    complain = Violations()
+    check_known(request, complain)
+    check_token_ids(request.token_ids, "token_ids", complain, info.vocab_size)
+    if complain.found:
+        raise invalid(complain.found)
+    skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    ids = tuple(request.token_ids)
+    return await _aside(
+        partial(tokenizer.decode, ids, skip_special_tokens=skip), len(ids) > _INLINE_CHARS
+    )
+
+
+async def _generate_input(
+    request: pb.GenerateRequest, backend: Backend, complain: Complain, limits: RequestLimits
+) -> tuple[int, ...] | None:
+    vocab_size = backend.scheduler.info.vocab_size
+    match request.WhichOneof("input"):
+        case "text":
+            ids = await _encode_text(request.text, backend.tokenizer, complain, limits)
+        case "chat":
+            ids = await _encode_chat(request.chat, backend.tokenizer, complain, limits)
+        case "tokenized":
+            return _given_ids(request.tokenized, complain, vocab_size)
+        case _:
+            complain("input", "one of text, tokenized and chat is required")
+            return None
+    if ids and max(ids) >= vocab_size:
+        complain("input", f"holds a token beyond the model's vocabulary of {vocab_size}")
+        return None
+    return ids
+
+
+def _given_ids(
+    tokenized: pb.TokenizedInput, complain: Complain, vocab_size: int
+) -> tuple[int, ...] | None:
+    if tokenized.original_text:
+        complain("tokenized.original_text", f"{NOT_YET}: must be absent or empty")
+    ids = tuple(tokenized.input_ids)
+    if not ids:
+        complain("tokenized.input_ids", "must hold at least one id")
+        return None
+    if max(ids) >= vocab_size:
+        check_token_ids(ids, "tokenized.input_ids", complain, vocab_size)
+        return None
+    return ids
+
+
+async def _encode_text(
+    text: str,
+    tokenizer: Tokenizer,
+    complain: Complain,
+    limits: RequestLimits,
+    *,
+    special: bool = True,
+) -> tuple[int, ...] | None:
+    if not text:
+        complain("text", "must not be empty")
+        return None
+    if len(text) > limits.max_text_chars:
+        complain("text", f"at most {limits.max_text_chars} characters, is {len(text)}")
+        return None
+    ids = await _aside(
+        partial(tokenizer.encode, text, add_special_tokens=special), len(text) > _INLINE_CHARS
+    )
+    if not ids:
+        complain("text", "encodes to no token at all")
+        return None
+    return ids
+
+
+async def _encode_chat(
+    chat: pb.ChatInput, tokenizer: Tokenizer, complain: Complain, limits: RequestLimits
+) -> tuple[int, ...] | None:
+    template = tokenizer.chat_template
+    if template is None:
+        complain("chat", "this model has no chat template; send text or tokenized")
+        return None
+    if not _chat_is_sound(chat, template.reserved, complain, limits):
+        return None
+    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+    prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    variables: dict[str, Any] = MessageToDict(chat.chat_template_kwargs)
+
+    def encode() -> tuple[int, ...]:
+        text = template.render(messages, add_generation_prompt=prompt, variables=variables)
+        # The template writes the special tokens itself.
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    try:
+        ids = await _aside(encode, sum(len(m.content) for m in chat.messages) > _INLINE_CHARS)
+    except ChatTemplateError as error:
+        complain("chat.messages", f"refused by the model's chat template: {error}")
+        return None
+    if not ids:
+        complain("chat.messages", "the chat template makes an empty prompt of them")
+        return None
+    return ids
+
+
+def _chat_is_sound(
+    chat: pb.ChatInput, reserved: frozenset[str], complain: Complain, limits: RequestLimits
+) -> bool:
+    sound = True
+    if not chat.messages:
+        complain("chat.messages", "must hold at least one message")
+        sound = False
+    for index, message in enumerate(chat.messages):
+        if not message.role:
+            complain(f"chat.messages[{index}].role", "must not be empty")
+            sound = False
+    chars = sum(len(message.content) for message in chat.messages)
+    if chars > limits.max_text_chars:
+        complain("chat.messages", f"at most {limits.max_text_chars} characters, are {chars}")
+        sound = False
+    for name in chat.chat_template_kwargs.fields:
+        if name in reserved or not name.isidentifier():
+            complain(f"chat.chat_template_kwargs.{name}", "is not a name a request may set")
+            sound = False
+    return sound
+
+
+def _room(
+    prompt: int,
+    path: str,
+    options: Options,
+    bounds: Limits,
+    limits: RequestLimits,
+    complain: Complain,
+) -> int:
+    """max_tokens of a prompt of `prompt` tokens."""
+    room = bounds.room(prompt)
+    fits = min(bounds.context_length, bounds.pool_tokens)
+    name = "context length" if bounds.context_length <= bounds.pool_tokens else "KV cache size"
+    if prompt > bounds.prompt_tokens:
+        complain(path, f"has {prompt} tokens; the server takes prompts of {bounds.prompt_tokens}")
+    elif room < 1:
+        complain(
+            path,
+            f"has {prompt} tokens; with one token of output the {name} of {fits} is exceeded",
+        )
+    elif options.max_tokens is None:
+        return min(room, limits.default_max_tokens)
+    elif options.max_tokens > room:
+        complain(
+            "sampling_params.max_tokens",
+            f"must be at most {room} for a prompt of {prompt} tokens "
+            f"({name} {fits}), is {options.max_tokens}",
+        )
+    return options.max_tokens or 1
+
+
+async def _aside(function: Callable[[], T], slow: bool) -> T:
+    """Runs `function`, on a thread when it is slow. A cancelled caller does not wait for it."""
+    if not slow:
+        return function()
+    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)

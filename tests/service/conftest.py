@@ -1,0 +1,22 @@
+"""Fixtures of the service tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """grpc.aio runs on asyncio only."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
+    """Keeps one event loop for all tests, as a process has: grpc.aio's completion queue is global,
+    and what a connection still has to say when its test ends must find its loop open."""
+    yield
+    await anyio.sleep(0.05)  # for what the last test's connections still have to say

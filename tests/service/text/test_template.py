@@ -1,0 +1,116 @@
+"""Chat templates render as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.text.template import ChatTemplate, ChatTemplateError
+from service.text.tokenizer import Tokenizer
+from tests.service.harness import FIXTURES
+
+MADE = json.loads((FIXTURES / "templates.json").read_text())
+CASES: list[dict[str, Any]] = MADE["cases"]
+
+
+def render(case: dict[str, Any]) -> str:
+    template = ChatTemplate(case["template"], MADE["special_tokens"])
+    return template.render(
+        case["messages"],
+        add_generation_prompt=case["add_generation_prompt"],
+        variables=case["variables"],
+    )
+
+
+@pytest.mark.parametrize("name", sorted({case["name"] for case in CASES}))
+def test_as_transformers(name: str) -> None:
+    for case in (case for case in CASES if case["name"] == name):
+        if "error" in case:
+            with pytest.raises(ChatTemplateError) as caught:
+                render(case)
+            assert str(caught.value) == case["error"]
+        else:
+            assert render(case) == case["expected"]
+
+
+def test_strftime_now_is_now() -> None:
+    text = ChatTemplate("{{ strftime_now('%Y') }}", {}).render([])
+    assert text == str(datetime.now().year)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.foo.bar }}",
+    ],
+)
+def test_what_a_template_must_not_do_is_an_error_of_ours(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_broken_template_is_refused_at_load() -> None:
+    with pytest.raises(ChatTemplateError, match="not valid"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_where_templates_and_end_tokens_come_from(tmp_path: Path) -> None:
+    shutil.copy(FIXTURES / "byte_level" / "tokenizer.json", tmp_path)
+
+    def load(settings: dict[str, Any], **files: Any) -> Tokenizer:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return Tokenizer.load(tmp_path)
+
+    def says(tokenizer: Tokenizer) -> str:
+        assert tokenizer.chat_template is not None
+        return tokenizer.chat_template.render([])
+
+    assert load({}).chat_template is None
+    assert load({}).eos_ids == ()
+    assert says(load({"chat_template": "key {{ eos_token }}", "eos_token": "<|end|>"})) == (
+        "key <|end|>"
+    )
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    assert says(load({"chat_template": named})) == "named"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert says(load({"chat_template": "key"})) == "file"
+
+    assert load({"eos_token": {"content": "<|end|>"}}).eos_ids == (1,)
+    assert load({}, config={"eos_token_id": 3}).eos_ids == (3,)
+    assert load({}, config={"text_config": {"eos_token_id": [4, 5]}}).eos_ids == (4, 5)
+    both = load({"eos_token": "<|end|>"}, generation_config={"eos_token_id": [2, 1]})
+    assert both.eos_ids == (2, 1)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path: Path) -> None:
+    content = json.loads((FIXTURES / "byte_level" / "tokenizer.json").read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    content["padding"] = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|bos|>",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "The quick brown fox jumps over the lazy dog."
+    own = Tokenizer.load(tmp_path)
+    assert own.decode(own.encode(text)) == text
+    assert own.encode(text) == Tokenizer.load(FIXTURES / "byte_level").encode(text)
