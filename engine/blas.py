@@ -38,6 +38,8 @@ class Blas:
 
 _loaded: Blas | None = None
 """Set once an OpenBLAS is in the process's global scope: it cannot be taken out again."""
+_library: ctypes.CDLL | None = None
+"""The OpenBLAS behind `_loaded`."""
 
 
 def prepare_blas(choice: BlasChoice) -> Blas:
@@ -71,8 +73,29 @@ def describe_blas(blas: Blas, *, on_gpu: bool) -> Blas:
     return Blas(name="none: GPU") if on_gpu else blas
 
 
+def thread_choices() -> tuple[int, ...]:
+    """Numbers of BLAS threads worth trying, fewest first; empty when there is no choice."""
+    if _library is None or not hasattr(_library, "openblas_set_num_threads"):
+        return ()
+    return tuple(sorted({1, max(1, (cores() + 1) // 2), cores()}))
+
+
+def set_threads(count: int) -> None:
+    """Let OpenBLAS use `count` threads, process-wide. No effect without one."""
+    if _library is not None:
+        _library.openblas_set_num_threads(count)
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _load_openblas() -> str | None:
     """Load the first OpenBLAS that offers `cblas_sgemm`, globally: its version and name."""
+    global _library
     for name in _CANDIDATES:
         try:
             # Local first: a library that lacks the C interface must not reach the global scope.
@@ -80,6 +103,7 @@ def _load_openblas() -> str | None:
             if not (hasattr(probe, "cblas_sgemm") and hasattr(probe, "openblas_get_config")):
                 continue
             library = ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_GLOBAL)
+            _library = library
             return f"openblas {_version(library)} ({name})"
         except OSError:
             continue

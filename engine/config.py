@@ -50,9 +50,9 @@ class EngineConfig:
     fits."""
     max_depth: int = 8
     """Most tokens drafted per cycle, 0…8. 0 turns drafting off."""
-    prefill_chunk: int = 256
-    """Most prompt tokens per prefill call, 1…8192: bounds the transient activations, and how long a
-    running stream waits behind someone's prompt."""
+    prefill_chunk: int | None = None
+    """Prompt tokens per prefill call, 1…8192: bounds the transient activations, and how long a
+    running stream waits behind someone's prompt. None: 64 on a CPU, 256 on a GPU."""
     context: int | None = None
     """Cap on positions per row (prompt plus output), >= 2. None: the model's own limit. A cap above
     the model's limit has no effect."""
@@ -72,7 +72,8 @@ class EngineConfig:
         if self.page_size & (self.page_size - 1):
             raise ConfigError("page_size", f"must be a power of two, not {self.page_size}")
         self._check_int("max_depth", 0, MAX_DEPTH)
-        self._check_int("prefill_chunk", 1, MAX_PREFILL_CHUNK)
+        if self.prefill_chunk is not None:
+            self._check_int("prefill_chunk", 1, MAX_PREFILL_CHUNK)
         if self.kv_memory is not None:
             self._check_int("kv_memory", 1, None)
         if self.context is not None:

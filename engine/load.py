@@ -6,11 +6,12 @@ import, and MLX's streams belong to the thread that first uses them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engine.blas import Blas, describe_blas, prepare_blas
+from engine.blas import Blas, describe_blas, prepare_blas, set_threads, thread_choices
 from engine.budget import Budget, device_working_set, estimate, plan_budget
 from engine.config import EngineConfig
 from engine.plan import EngineInfo
@@ -26,6 +27,10 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while loading."""
 
 _STAGES = ("reading the checkpoint", "loading weights", "reserving memory", "checking the MTP head")
+
+_THREAD_ROUNDS = 8
+_THREAD_PRICE = 0.1
+"""More than one BLAS thread must save this share of the time."""
 
 STATES_SHARE = 8
 """Intermediate recurrent states of a verify may take 1/8 of the working set; beyond that a commit
@@ -84,7 +89,9 @@ def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bo
     stage(1)
     model, report = setup.load_model()
     stage(2)
-    engine = setup.assemble(model, setup.describe(report, plan), plan)
+    threads = "" if on_gpu else _choose_threads(model)
+    info = setup.describe(report, plan, blas=setup.blas.name + threads)
+    engine = setup.assemble(model, info, plan)
     stage(3)
     if setup.mtp and config.mtp_gate == "auto":
         engine = setup.gated(engine, model, plan)
@@ -112,6 +119,12 @@ class _Setup:
     mtp: bool
     trace: bool
 
+    @property
+    def prefill_chunk(self) -> int:
+        """A CPU prefills some 250 tokens a second of even a small model; running streams wait for
+        each chunk."""
+        return self.config.prefill_chunk or (256 if self.on_gpu else 64)
+
     def budget(self, weight_bytes: int) -> _Plan:
         """The memory plan, and whether verifies keep intermediate recurrent states."""
         import mlx.core as mx
@@ -138,7 +151,7 @@ class _Setup:
             working_set=working_set,
             page_size=config.page_size,
             max_rows=config.max_rows,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=self.prefill_chunk,
             context=context,
             kv_memory=config.kv_memory,
         )
@@ -151,14 +164,17 @@ class _Setup:
 
         from engine.checkpoint import load_weights
         from engine.models.qwen3_5 import Qwen35Model
+        from engine.ops import lay_out_for_cpu
 
         model = Qwen35Model(self.checkpoint.arch, with_mtp=self.mtp)
         report = load_weights(model, self.checkpoint, dtype=self.dtype, dequantize=self.dequantize)
         model.fuse()
+        if not self.on_gpu:
+            lay_out_for_cpu(model)
         mx.eval(model.parameters())
         return model, report
 
-    def describe(self, report: LoadReport, plan: _Plan) -> EngineInfo:
+    def describe(self, report: LoadReport, plan: _Plan, *, blas: str) -> EngineInfo:
         """The engine's facts as far as they are known before its pools exist."""
         config, checkpoint = self.config, self.checkpoint
         blas_note = (self.blas.note,) if self.blas.note else ()
@@ -180,7 +196,8 @@ class _Setup:
             dtype=str(self.dtype).removeprefix("mlx.core."),
             quantization=report.quantization,
             device=_device_name(on_gpu=self.on_gpu),
-            blas=self.blas.name,
+            blas=blas,
+            prefill_chunk=self.prefill_chunk,
             notes=(*checkpoint.notes, *report.notes, *blas_note),
         )
 
@@ -242,6 +259,34 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, *, on_gpu: bool) -> mx.
     }
     chosen: mx.Dtype = named[config.dtype]
     return chosen
+
+
+def _choose_threads(model: Qwen35Model) -> str:
+    """Set the number of BLAS threads that multiplies this model's matrices fastest; says which.
+
+    Small products lose more to waking threads than they gain, and idle threads spin on cores that
+    the rest of the service could use: so it is measured, on the matrices of one layer and the head
+    at a verify's width.
+    """
+    import mlx.core as mx
+
+    choices = thread_choices()
+    if len(choices) < 2:
+        return ""
+    x = mx.ones((1, 4, model.config.hidden_size), model.model.norm.weight.dtype)
+    best = dict.fromkeys(choices, float("inf"))
+    for _ in range(_THREAD_ROUNDS):
+        for count in choices:
+            set_threads(count)
+            mx.eval(model.head(model.model.layers[0].feed_forward(x)))  # wakes the threads
+            began = time.perf_counter()
+            for _ in range(3):
+                mx.eval(model.head(model.model.layers[0].feed_forward(x)))
+            best[count] = min(best[count], time.perf_counter() - began)
+    # More threads must pay: they take cores from the event loop.
+    chosen = min(choices, key=lambda count: best[count] * (1.0 + _THREAD_PRICE * (count > 1)))
+    set_threads(chosen)
+    return f", {chosen} thread{'s' if chosen > 1 else ''}"
 
 
 def _start_token(checkpoint: Checkpoint) -> int:

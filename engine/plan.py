@@ -187,6 +187,8 @@ class EngineInfo:
     """'none' or e.g. 'affine 4-bit, group 64'; says 'dequantized at load' where it is."""
     device: str
     blas: str
+    prefill_chunk: int = 256
+    """Prompt tokens per step that this engine is sized for, and does well with."""
     notes: tuple[str, ...] = field(default=())
     """One line each: why something is off (no MTP tensors, gate failed, no OpenBLAS, …)."""
 

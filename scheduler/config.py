@@ -34,9 +34,9 @@ class SchedulerConfig:
     max_completion_tokens: int | None = None
     """Largest `max_tokens` of a request; None leaves it to the context length."""
 
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
     """Prompt tokens per step over all rows, and where prompts are cut. It bounds how long a decode
-    cycle can be held up by somebody's prompt."""
+    cycle can be held up by somebody's prompt. None takes the engine's own."""
 
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
@@ -60,10 +60,10 @@ class SchedulerConfig:
     """Seconds over which tokens per second are measured."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_queued_tokens", "max_rows", "prefill_chunk"):
+        for name in ("max_queue", "max_queued_tokens", "max_rows"):
             _at_least_one(name, getattr(self, name))
         _at_least_one("stream_buffer", self.stream_buffer)
-        for name in ("max_prompt_tokens", "max_completion_tokens"):
+        for name in ("max_prompt_tokens", "max_completion_tokens", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         for name in ("slow_reader_timeout_s", "close_timeout_s", "rate_window_s"):

@@ -27,7 +27,7 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     prompt length           max_prompt_tokens (None)  InvalidRequestError
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
-    prompt tokens per step  prefill_chunk (256)       the next step
+    prompt tokens per step  prefill_chunk (engine's)      the next step
     unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
                                                       slow_reader_timeout_s (30)
     steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
@@ -72,12 +72,17 @@ RETRY_BOUNDS_S = (0.1, 60.0)
 """Retry delays are clamped to this."""
 
 
+DEADLINE_SLACK_S = 0.05
+"""How close to its deadline a client's leaving counts as the deadline's doing."""
+
+
 class SchedulerCore:
     """All scheduling state. Not thread-safe; one owner calls it."""
 
     def __init__(self, *, info: EngineInfo, config: SchedulerConfig, max_in_flight: int) -> None:
         self.config = config
         self.limits = Limits.of(info, config)
+        self._prefill_chunk = config.prefill_chunk or info.prefill_chunk
         self._max_depth = info.max_depth if config.depth == "auto" else config.depth
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
@@ -152,11 +157,15 @@ class SchedulerCore:
 
         Its `Finished` is in the outbox at once, and tokens of steps in flight are dropped. A queued
         request is gone; a running one is in no further plan, and its row is reaped when its last
-        step has come back.
+        step has come back. A client that leaves just as its deadline passes left because of it: its
+        stream is cut at the deadline, often a moment before `plan` would have seen it.
         """
         sequence = self._live.get(request_id)
         if sequence is None:
             return False
+        deadline = sequence.request.deadline
+        if reason is FinishReason.CANCELLED and deadline is not None:
+            reason = FinishReason.DEADLINE if now >= deadline - DEADLINE_SLACK_S else reason
         self._end(sequence, reason, now, detail)
         return True
 
@@ -253,7 +262,7 @@ class SchedulerCore:
     def _prefill(self, now: float) -> list[tuple[Sequence, PrefillChunk]]:
         """One budget's worth of chunks: prompts already begun first, then from the queue."""
         chunks: list[tuple[Sequence, PrefillChunk]] = []
-        budget = self.config.prefill_chunk
+        budget = self._prefill_chunk
         for sequence in [s for s in self._rows.values() if s.prefilling and s.cause is None]:
             if self._next_chunk(sequence) > budget:
                 return chunks
@@ -281,7 +290,7 @@ class SchedulerCore:
 
     def _next_chunk(self, sequence: Sequence) -> int:
         """Tokens of the next chunk; cuts are multiples of `prefill_chunk`."""
-        return min(self.config.prefill_chunk, len(sequence.prompt) - sequence.cursor)
+        return min(self._prefill_chunk, len(sequence.prompt) - sequence.cursor)
 
     def _chunk(self, sequence: Sequence) -> PrefillChunk:
         start = sequence.cursor

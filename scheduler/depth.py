@@ -9,10 +9,12 @@ where t is the measured step time for a bucket of batch sizes and p_j the measur
 draft j stands given that drafts 1 … j-1 did. Nothing is assumed of t: verify widths step up and
 down on real devices, so every depth is measured, depth 0 among them.
 
-- A new bucket is *toured*: each depth runs until it has one sample (a few cycles).
+- A new bucket is *toured*, from depth 0 up: each depth runs until it has one sample, as long as one
+  more draft would pay if it were free (a few cycles; touring depths beyond that would cost a short
+  request more than it could win). What lies further is left to probes.
 - After that the best depth is kept until another is better by `MARGIN`.
-- Every so often the depth measured longest ago is *probed* for two cycles. Probes double their
-  distance while they change nothing.
+- Every so often the depth measured longest ago, or never, is *probed* for two cycles. Once all are
+  known, probes double their distance while they change nothing.
 - A depth is neither toured nor probed while it could not win even at the cheapest step time known:
   when hardly any draft stands, deep steps are not worth a look.
 - Acceptance fades with every cycle towards an optimistic prior, so a depth switched off on old
@@ -181,11 +183,16 @@ class _Bucket:
         enough = max(rates.values()) * cheapest * (1 + MARGIN)
         return [depth for depth, expected in enumerate(tokens) if expected > enough]
 
-    def tour(self, depths: list[int]) -> int | None:
-        """The first of `depths` that has no step time and was not given up on."""
+    def tour(self, depths: list[int], tokens: list[float], rates: dict[int, float]) -> int | None:
+        """The first of `depths` that has no step time, was not given up on, and would win if it
+        cost no more than the deepest measured depth before it."""
+        enough = max(rates.values(), default=0.0) * (1 + MARGIN)
         for depth in depths:
             cost = self.costs[depth]
-            if not cost.samples and cost.toured < TOUR_CYCLES:
+            if cost.samples or cost.toured >= TOUR_CYCLES:
+                continue
+            before = [cost.seconds for cost in self.costs[:depth] if cost.samples]
+            if not before or tokens[depth] / before[-1] > enough:
                 cost.toured += 1
                 return depth
         return None
@@ -201,9 +208,10 @@ class _Bucket:
     def probe(self, depths: list[int], cycle: int) -> int | None:
         """The one of `depths` to probe now, or None."""
         if not self.probes_left and cycle >= self.next_probe:
-            self.interval = min(2 * self.interval, PROBE_EVERY[1])
-            self.next_probe = cycle + self.interval
             others = [depth for depth in depths if depth != self.depth]
+            if all(self.costs[depth].samples for depth in others):
+                self.interval = min(2 * self.interval, PROBE_EVERY[1])
+            self.next_probe = cycle + self.interval
             if others:
                 self.probing = min(others, key=lambda depth: self.costs[depth].last)
                 self.probes_left = PROBE_CYCLES
@@ -235,7 +243,7 @@ class AutoDepth:
         tokens = self._cohort_tokens(caps, deepest)
         rates = bucket.rates(tokens)
         promising = bucket.promising(tokens, rates)
-        if (depth := bucket.tour(promising)) is not None:
+        if (depth := bucket.tour(promising, tokens, rates)) is not None:
             return depth
         bucket.settle(rates, self._cycle)
         if (depth := bucket.probe(promising, self._cycle)) is not None:

@@ -82,7 +82,9 @@ def serve(
     blas: Blas = "auto",
     weights: Weights = "auto",
     mtp_gate: Gate = "auto",
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per step.")] = 256,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
+    ] = None,
     default_max_tokens: Annotated[
         int, typer.Option(help="max_tokens of requests that name none.")
     ] = 4096,
@@ -233,7 +235,7 @@ def _config(
     weights: str,
     mtp_gate: str,
     max_queue: int = 64,
-    prefill_chunk: int = 256,
+    prefill_chunk: int | None = None,
     log_format: str = "pretty",
     **parts: Any,
 ) -> ServiceConfig:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -82,6 +82,8 @@ class Metrics:
         self._acceptance = AcceptanceWindow(ACCEPTANCE_WINDOW_S)
         self._collector = _SchedulerCollector(take_statistics, self._acceptance, version)
         self.registry.register(self._collector)
+        # CPU seconds, resident memory, start time, open files of this process (Linux only).
+        ProcessCollector(registry=self.registry)
 
     def model_loaded(self, info: EngineInfo, name: str) -> None:
         """Makes the served model's facts known."""

@@ -78,7 +78,10 @@ def write(tokenizer: Tokenizer, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(target / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        # An empty map keeps transformers from replacing the splitting rules of this file by those
+        # of its own Qwen3.5 class, which it does for every other checkpoint of this model type.
+        "tokenizer_class": "TokenizersBackend",
+        "auto_map": {"AutoTokenizer": []},
         "add_bos_token": False,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,

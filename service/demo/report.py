@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -162,13 +165,24 @@ def _percentiles(values: Sequence[float]) -> str:
     return f"{p50 * 1000:.0f} / {p95 * 1000:.0f} ms"
 
 
+def _own_program() -> str:
+    """This program as it can be typed from here: beside the interpreter, in the virtual
+    environment."""
+    program = Path(sys.executable).with_name("selfdraft")
+    try:
+        return str(program.relative_to(Path.cwd()))
+    except ValueError:
+        return str(program)
+
+
 def show_commands(console: Console, model: str | None) -> None:
     """How to do it oneself."""
     option = f" --model {model}" if model else ""
+    program = "selfdraft" if shutil.which("selfdraft") else _own_program()
     console.print("\nDo it yourself:")
     for line in (
-        f"selfdraft serve{option}",
-        "selfdraft generate 'def fibonacci(n):' --target 127.0.0.1:50051 --max-tokens 64",
+        f"{program} serve{option}",
+        f"{program} generate 'def fibonacci(n):' --target 127.0.0.1:50051 --max-tokens 64",
         "curl -s http://127.0.0.1:9464/metrics | grep selfdraft_",
     ):
         console.print(f"  {line}", markup=False, style="bold", soft_wrap=True)

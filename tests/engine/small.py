@@ -17,6 +17,7 @@ from engine.cache import PagePool
 from engine.cycle import DecodeCycle, Drafts
 from engine.models.qwen3_5 import Qwen35Model
 from engine.models.qwen3_5_config import Qwen35Config
+from engine.ops import lay_out_for_cpu
 from engine.plan import EngineInfo, RowSpec, SamplingParams
 from engine.rows import RowArrays, RowStatics
 from engine.runner import MLXEngine
@@ -63,6 +64,7 @@ def small_model(seed: int = 0, *, vocab: int = 96) -> Qwen35Model:
     ]
     model.load_weights(weights)
     model.fuse()
+    lay_out_for_cpu(model)
     mx.eval(model.parameters())
     return model
 

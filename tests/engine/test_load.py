@@ -93,6 +93,11 @@ def test_replaying_engines_decode_alike(folder: Path, monkeypatch: pytest.Monkey
     assert [r.tokens for r in one] == [r.tokens for r in two]
 
 
+def test_the_prefill_chunk_follows_the_device_unless_set(folder: Path) -> None:
+    assert load_engine(config(folder)).info.prefill_chunk == 64
+    assert load_engine(config(folder, prefill_chunk=32)).info.prefill_chunk == 32
+
+
 def test_a_context_cap_is_obeyed(folder: Path) -> None:
     assert load_engine(config(folder, context=64)).info.context_length == 64
 

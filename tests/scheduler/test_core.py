@@ -13,6 +13,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.pages import IntegrityError
 from scheduler.request import (
+    Finished,
     FinishReason,
     GenerationRequest,
     InvalidRequestError,
@@ -603,3 +604,14 @@ def test_a_snapshot_is_a_value() -> None:
 def test_config_out_of_range(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SchedulerConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_a_client_cut_off_at_its_deadline_ended_by_it() -> None:
+    """gRPC cancels the handler when the deadline passes, maybe before a plan sees it."""
+    for at, reason in ((0.97, FinishReason.DEADLINE), (0.5, FinishReason.CANCELLED)):
+        b = bench()
+        b.core.submit(make_request(deadline=1.0), 0.0)
+        b.core.cancel("r", FinishReason.CANCELLED, at)
+        ((_, event),) = b.core.take_events()
+        assert isinstance(event, Finished)
+        assert event.reason is reason

@@ -304,11 +304,11 @@ CHECKS = (IntegrityError, PlanError, EngineFailedError, AssertionError)
 def test_the_checks_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)
     with pytest.raises(CHECKS):
-        fuzz(seed=11, requests=150, in_flight=2)
+        fuzz(seed=11, requests=300, in_flight=2)
 
 
 def test_without_a_mutation_nothing_is_seen() -> None:
-    fuzz(seed=11, requests=150, in_flight=2)
+    fuzz(seed=11, requests=300, in_flight=2)
 
 
 # --- faults that need a test of their own to be seen ------------------------------------------

@@ -277,7 +277,8 @@ def test_models_are_folders_or_hub_ids(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(options["allow_patterns"]) == {"*.safetensors", "*.json", "*.jinja", "*.txt"}
     with pytest.raises(ModelNotFoundError, match=r"no network$"):
         resolve("org/missing")
-    for path in ("./org/name", "/org/name", "a/b/c", "../x"):
+    monkeypatch.chdir(tmp_path)
+    for path in ("./org/name", "/org/name", "a/b/c", "../no-such-folder"):
         with pytest.raises(ModelNotFoundError, match="is no directory"):
             resolve(path)
     assert display_name("org/name") == "org/name"

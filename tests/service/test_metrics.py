@@ -150,7 +150,7 @@ async def test_series_are_bounded_and_named_in_one_style() -> None:
         await load(up, 12)
         many = set(await up.metrics())
         assert few == many
-        assert all(name.startswith("selfdraft_") for name in many)
+        assert all(name.startswith(("selfdraft_", "process_")) for name in many)
         info = [name for name in many if name.startswith("selfdraft_model_info")]
         assert 'model="fake"' in info[0]
         assert [name for name in many if name.startswith("selfdraft_build_info{version=")]
