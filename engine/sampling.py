@@ -20,6 +20,10 @@ from engine.noise import Purpose, row_key
 from engine.plan import SamplingParams
 
 
+COLDEST = 1e-4
+"""Temperatures between 0 and this count as this: dividing by less would overflow float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shaper:
     """Sampling parameters of B rows as arrays, and which filters the batch needs at all."""
@@ -34,6 +38,8 @@ class Shaper:
     """[B] float32."""
     greedy: bool
     """Every row has temperature 0: argmax is all that is needed."""
+    some_greedy: bool
+    """Some row has."""
     largest_k: int
     """Tokens that can survive top-k in any row: V when some row has none."""
     filters: bool
@@ -51,11 +57,12 @@ def make_shaper(rows: Sequence[SamplingParams], vocab: int, *, draft: bool = Fal
     top_k = [min(row.top_k, vocab) or vocab for row in rows]
     top_p = [row.top_p if row.top_p < 1.0 else float("inf") for row in rows]
     return Shaper(
-        temperature=mx.array(temperatures, mx.float32),
+        temperature=mx.array([t and max(t, COLDEST) for t in temperatures], mx.float32),
         top_k=mx.array(top_k, mx.int32),
         top_p=mx.array(top_p, mx.float32),
         min_p=mx.array([row.min_p for row in rows], mx.float32),
         greedy=all(t == 0.0 for t in temperatures),
+        some_greedy=any(t == 0.0 for t in temperatures),
         largest_k=max(top_k),
         filters=any(k < vocab for k in top_k) or any(row.top_p < 1.0 for row in rows),
         floors=any(row.min_p > 0.0 for row in rows),
@@ -74,14 +81,11 @@ def one_hot(tokens: mx.array, vocab: int) -> mx.array:
 
 def shape(logits: mx.array, shaper: Shaper) -> mx.array:
     """The distribution each row samples from: logits [B, n, V] → probabilities [B, n, V]."""
-    best = one_hot(mx.argmax(logits, axis=-1), logits.shape[-1])
     if shaper.greedy:
-        return best
+        return one_hot(mx.argmax(logits, axis=-1), logits.shape[-1])
     column = (slice(None), None, None)
     temperature = shaper.temperature[column]
-    # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    probs = mx.softmax(shifted / mx.where(temperature > 0, temperature, 1.0), axis=-1)
+    probs = mx.softmax(logits / mx.where(temperature > 0, temperature, 1.0), axis=-1)
     if shaper.filters:
         probs = _truncate(probs, shaper)
     if shaper.floors:
@@ -89,7 +93,10 @@ def shape(logits: mx.array, shaper: Shaper) -> mx.array:
         probs = mx.where(probs >= floor, probs, 0.0)
     if shaper.filters or shaper.floors:
         probs = probs / probs.sum(axis=-1, keepdims=True)
-    return mx.where(temperature > 0, probs, best)
+    if shaper.some_greedy:
+        best = one_hot(mx.argmax(logits, axis=-1), logits.shape[-1])
+        probs = mx.where(temperature > 0, probs, best)
+    return probs
 
 
 def _truncate(probs: mx.array, shaper: Shaper) -> mx.array:
@@ -137,7 +144,7 @@ def accept(drafts: mx.array, q: mx.array, p: mx.array, u: mx.array, limits: mx.a
     `u` [B, K + 1, 4] is the noise of each position, by `Purpose`. `limits` [B] in 0…K: drafts from
     that index on count as never made, so a row limited to n draws its token n from p itself.
     """
-    batch, depth = drafts.shape
+    depth = drafts.shape[1]
     live = mx.arange(depth, dtype=mx.int32)[None, :] < limits[:, None]
     chosen = drafts[..., None].astype(mx.int32)
     p_drafts = mx.take_along_axis(p[:, :depth], chosen, axis=-1)[..., 0]
@@ -147,10 +154,10 @@ def accept(drafts: mx.array, q: mx.array, p: mx.array, u: mx.array, limits: mx.a
     accepted = mx.cumprod(good.astype(mx.int32), axis=-1).sum(axis=-1)
     index = accepted[:, None, None]
     p_next = mx.take_along_axis(p, index, axis=1)[:, 0]
+    q_next = mx.take_along_axis(q, mx.minimum(index, depth - 1), axis=1)[:, 0]
     # Position `limits` has no draft to subtract: q = 0 there makes the residual p itself.
-    q_live = mx.where(live[..., None], q, 0.0)
-    q_live = mx.concatenate([q_live, mx.zeros((batch, 1, q.shape[-1]))], axis=1)
-    residual = mx.maximum(p_next - mx.take_along_axis(q_live, index, axis=1)[:, 0], 0.0)
+    rejected = (accepted < limits)[:, None]
+    residual = mx.maximum(p_next - mx.where(rejected, q_next, 0.0), 0.0)
     # p and q equal up to rounding leave no residual mass; the law is then p's own.
     residual = mx.where(residual.sum(axis=-1, keepdims=True) > 0, residual, p_next)
     u_next = mx.take_along_axis(u[..., Purpose.TARGET], accepted[:, None], axis=1)[:, 0]

@@ -276,5 +276,6 @@ def test_equal_laws_always_accept_and_leave_the_bonus_to_p() -> None:
 
 def test_tiny_temperatures_are_nearly_greedy_and_finite() -> None:
     logits = mx.array([[[1e4, 9.9e3, -1e4, 0.0, 3.0]]])
-    shaper = sampling.make_shaper([SamplingParams(temperature=1e-4)], VOCAB)
-    assert sampling.shape(logits, shaper).tolist() == [[[1.0, 0.0, 0.0, 0.0, 0.0]]]
+    for temperature in (1e-4, 1e-30):
+        shaper = sampling.make_shaper([SamplingParams(temperature=temperature)], VOCAB)
+        assert sampling.shape(logits, shaper).tolist() == [[[1.0, 0.0, 0.0, 0.0, 0.0]]]
