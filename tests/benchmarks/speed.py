@@ -5,8 +5,9 @@
 
 Each setting runs the same held-out prompts through the real scheduler, every round in another
 order, so that drift of a noisy machine falls on all alike. Reported are medians over rounds with
-the lowest and highest, and each setting's ratio to depth 0 of the same round. Sampled text differs
-between depths (not in law), but the number of tokens does not: stop tokens are off.
+the lowest and highest, and each setting's ratio to depth 0 of the same round: of all tokens per
+second from submission on, and of the rate a session decodes at after its first token. Sampled text
+differs between depths (not in law), but the number of tokens does not: stop tokens are off.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Run:
     """One setting over all rounds."""
 
     rates: list[float] = field(default_factory=list)
+    """Tokens per second of each round, prefill and queueing included."""
+    decoding: list[float] = field(default_factory=list)
+    """Tokens per second of a session between its first and last token, mean of each round."""
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cycles: int = 0
@@ -51,6 +55,7 @@ class Run:
     def add(self, seconds: float, finished: list[Finished]) -> None:
         tokens = sum(f.usage.completion_tokens for f in finished)
         self.rates.append(tokens / seconds)
+        self.decoding.append(statistics.mean(_decode_rate(f) for f in finished))
         self.tokens += tokens - len(finished)  # first tokens come from prefill
         for f in finished:
             self.cycles += f.usage.cycles
@@ -62,6 +67,13 @@ class Run:
         """Accepted share of each position, of the cycles that tried it."""
         pairs = zip(self.accepted, self.drafted, strict=False)
         return " ".join(f"{a / d:.2f}" for a, d in pairs if d) or "–"
+
+
+def _decode_rate(finished: Finished) -> float:
+    usage = finished.usage
+    assert usage.first_token_at is not None
+    assert usage.last_token_at is not None
+    return (usage.completion_tokens - 1) / (usage.last_token_at - usage.first_token_at)
 
 
 def _add(total: list[int], counts: tuple[int, ...]) -> None:
@@ -145,22 +157,28 @@ async def compare(
 
 
 def report(runs: dict[Depth, Run], title: str) -> Table:
-    """Medians, spread and ratios to depth 0."""
+    """Medians with lowest and highest, and ratios to depth 0 of the same round."""
     table = Table(title=title, title_justify="left")
-    for column in ("depth", "tokens/s", "low … high", "× depth 0", "tokens/cycle", "acceptance"):
+    columns = ("depth", "tokens/s", "×", "decode/session", "×", "tokens/cycle", "acceptance")
+    for column in columns:
         table.add_column(column, justify="right")
-    base = runs[0].rates
+    base = runs[0]
     for depth, run in runs.items():
-        ratios = [rate / zero for rate, zero in zip(run.rates, base, strict=True)]
         table.add_row(
             str(depth),
-            f"{statistics.median(run.rates):.1f}",
-            f"{min(run.rates):.1f} … {max(run.rates):.1f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})",
+            _spread(run.rates, 1),
+            _spread([a / b for a, b in zip(run.rates, base.rates, strict=True)], 2),
+            _spread(run.decoding, 1),
+            _spread([a / b for a, b in zip(run.decoding, base.decoding, strict=True)], 2),
             f"{run.tokens / max(1, run.cycles):.2f}",
             run.acceptance,
         )
     return table
+
+
+def _spread(values: list[float], digits: int) -> str:
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f}…{max(values):.{digits}f})"
 
 
 def main(
@@ -184,7 +202,7 @@ def main(
 
         return load_engine(config)
 
-    console = Console(width=110)
+    console = Console(width=120)
     console.print(f"{platform.machine()}, {platform.processor() or platform.platform()}")
     console.print(f"BLAS {found.name}, temperature {temperature}, {tokens} tokens per request")
     settings: list[Depth] = [0, *(d if d == "auto" else int(d) for d in depths.split(","))]  # type: ignore[list-item]
