@@ -124,6 +124,7 @@ class MLXEngine:
         self._flight.append(step)
         if len(self._flight) == 1:
             self._dispatch(step)
+            step.started = began  # nothing ran meanwhile: building was part of the step
 
     def collect(self) -> StepResult:
         """Wait for the oldest step; hand the next one to the device; read the results."""
