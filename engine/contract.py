@@ -128,7 +128,7 @@ def mtp_backend(contract: MtpContract, max_depth: int) -> DraftBackend:
     return DraftBackend(
         name="mtp",
         drafts_with=f"the model's own MTP head ({contract.depth_reuse.replace('_', ' ')})",
-        verified_by="one trunk forward over all drafts, rejection or coupled sampling",
+        verified_by="one trunk forward over all drafts, rejection sampling",
         shares=(*contract.shares, "KV pages", "page tables"),
         max_depth=max_depth,
     )

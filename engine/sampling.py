@@ -19,7 +19,6 @@ import mlx.core as mx
 from engine.noise import Purpose, row_key
 from engine.plan import SamplingParams
 
-
 COLDEST = 1e-4
 """Temperatures between 0 and this count as this: dividing by less would overflow float32."""
 

@@ -93,6 +93,9 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def fail(error: BaseException) -> None:
-    """Says in one line what went wrong."""
+    """Says in one line what went wrong; one more for each further field at fault."""
     text = " ".join(str(error).split()) or type(error).__name__
     stderr.print(f"selfdraft: {text}", markup=False, style="red", soft_wrap=True)
+    for violation in getattr(error, "violations", ())[1:]:
+        line = f"  {violation.field}: {violation.description}"
+        stderr.print(line, markup=False, style="red", soft_wrap=True)
