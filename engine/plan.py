@@ -154,8 +154,8 @@ class StepResult:
     wait_s: float = 0.0
     """Seconds the host waited for the device when collecting."""
     device_s: float = 0.0
-    """Seconds from when the device could start this step (submitted, previous one collected) until
-    its result was there."""
+    """Seconds from when this step could begin until its result was there. It could begin when the
+    previous one was done or, with nothing running, when building it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
