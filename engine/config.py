@@ -32,7 +32,7 @@ class EngineConfig:
     blas: BlasChoice = "auto"
     """Linux CPU only. `auto` loads an OpenBLAS before MLX when there is one (a matmul's cost is
     then nearly flat in its rows); `reference` keeps MLX's own, whose results do not depend on the
-    number of rows, bit for bit."""
+    number of rows, bit for bit, and prefills token by token to keep it so."""
     weights: WeightsChoice = "auto"
     """Quantised weights: `keep` them packed, `dequantize` them at load (memory × 16/bits or more),
     or `auto`: dequantise on CPU, keep on GPU. MLX's CPU quantized matmul costs linearly in rows

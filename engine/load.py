@@ -120,6 +120,12 @@ class _Setup:
     trace: bool
 
     @property
+    def exact(self) -> bool:
+        """Whether results must not depend on shapes, bit for bit. Only MLX's own BLAS gives that,
+        and only to arithmetic that goes token by token."""
+        return self.config.blas == "reference" and not self.on_gpu
+
+    @property
     def prefill_chunk(self) -> int:
         """A CPU prefills some 250 tokens a second of even a small model; running streams wait for
         each chunk."""
@@ -231,6 +237,7 @@ class _Setup:
             mtp_pool=pools[-1] if info.max_depth else None,
             info=info,
             keep_states=plan.keep_states,
+            chunked_prefill=not self.exact,
             trace=self.trace,
         )
 

@@ -58,11 +58,14 @@ class Prefill:
         pools: list[PagePool],
         mtp_pool: PagePool | None,
         page_size: int,
+        chunked: bool = False,
     ) -> None:
+        """`chunked`: run recurrences in blocks (see `Qwen35Model.trunk`)."""
         self._model = model
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
+        self._chunked = chunked
 
     def start(self, spec: RowSpec) -> PrefillRow:
         """A row before its first chunk."""
@@ -76,7 +79,9 @@ class Prefill:
         tokens = mx.array(np.ascontiguousarray(chunk.tokens, dtype=np.int32))[None]
         table = page_table(chunk.pages[None])
         where = window(mx.array([row.position], mx.int32), size, table, self._page_size)
-        hidden, trails = self._model.trunk(tokens, where, self._pools, list(row.states))
+        hidden, trails = self._model.trunk(
+            tokens, where, self._pools, list(row.states), chunked=self._chunked and size > 1
+        )
         if self._mtp_pool is not None and row.spec.speculative:
             self._write_slots(row, hidden, tokens, table)
         after = PrefillRow(

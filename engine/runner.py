@@ -78,6 +78,7 @@ class MLXEngine:
         mtp_pool: PagePool | None,
         info: EngineInfo,
         keep_states: bool = True,
+        chunked_prefill: bool = False,
         trace: bool = False,
     ) -> None:
         self._info = info
@@ -90,7 +91,11 @@ class MLXEngine:
             keep_states=keep_states,
         )
         self._prefill = Prefill(
-            model=model, pools=pools, mtp_pool=mtp_pool, page_size=info.page_size
+            model=model,
+            pools=pools,
+            mtp_pool=mtp_pool,
+            page_size=info.page_size,
+            chunked=chunked_prefill,
         )
         self._table = RowTable(info.vocab_size)
         self._prefilling: dict[int, PrefillRow] = {}

@@ -20,6 +20,7 @@ from mlx.nn.layers.normalization import RMSNorm
 
 from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window
 from engine.models.delta import delta_rule
+from engine.models.delta_chunked import delta_rule_chunked
 from engine.models.qwen3_5_config import Qwen35Config
 from engine.ops import Rotation, causal_conv, fuse_linears, silu, unit_scale
 
@@ -138,8 +139,9 @@ class DeltaNet(Module):
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
     def __call__(
-        self, x: mx.array, state: RecurrentState, keep: bool
+        self, x: mx.array, state: RecurrentState, keep: bool, chunked: bool = False
     ) -> tuple[mx.array, RecurrentTrail]:
+        """Output [B, W, H] and what a commit needs; see `Qwen35Model.trunk` for the flags."""
         batch, width, _ = x.shape
         u, z, b, a = self.project(x)
         rows = mx.concatenate([state.conv, u], axis=1)
@@ -154,8 +156,15 @@ class DeltaNet(Module):
             q, k = mx.repeat(q, repeat, axis=2), mx.repeat(k, repeat, axis=2)
         beta = mx.sigmoid(b.astype(mx.float32))
         step = mx.logaddexp(a.astype(mx.float32) + self._dt_bias, mx.array(0.0))
-        decay = mx.exp(self._decay_rate * step)
-        out, memories = delta_rule(q, k, v, decay, beta, state.memory)
+        log_decay = self._decay_rate * step
+        decay = mx.exp(log_decay)
+        memories: list[mx.array] = []
+        if chunked:
+            out, memory = delta_rule_chunked(q, k, v, log_decay, beta, state.memory)
+            last = memory[None]
+        else:
+            out, memories = delta_rule(q, k, v, decay, beta, state.memory)
+            last = memories[-1]
         gated = self.norm(out).astype(x.dtype) * silu(
             z.reshape(batch, width, self.v_heads, self.v_dim).astype(mx.float32)
         ).astype(x.dtype)
@@ -163,7 +172,7 @@ class DeltaNet(Module):
             before=state,
             rows=rows,
             memories=tuple(memories) if keep else (),
-            last=memories[-1],
+            last=last,
             inputs=(k, v, decay, beta),
         )
         return self.out_proj(gated.reshape(batch, width, -1)), trail
@@ -225,9 +234,9 @@ class DecoderLayer(Module):
         return self.feed_forward(x + mixed)
 
     def recurrence(
-        self, x: mx.array, state: RecurrentState, keep: bool
+        self, x: mx.array, state: RecurrentState, keep: bool, chunked: bool
     ) -> tuple[mx.array, RecurrentTrail]:
-        out, trail = self.linear_attn(self.input_layernorm(x), state, keep)
+        out, trail = self.linear_attn(self.input_layernorm(x), state, keep, chunked)
         return self.feed_forward(x + out), trail
 
 
@@ -309,11 +318,13 @@ class Qwen35Model(Module):
         states: list[RecurrentState],
         *,
         keep: bool = False,
+        chunked: bool = False,
     ) -> tuple[mx.array, list[RecurrentTrail]]:
         """Hidden states after the final norm, [B, W, H], of tokens [B, W].
 
         Writes keys and values at the window's positions. `keep` asks for every intermediate
-        recurrent state, so that a commit can pick one.
+        recurrent state, so that a commit can pick one. `chunked` runs the recurrence in blocks:
+        faster for many tokens, equal up to rounding only, and without intermediate states.
         """
         x = self.embed(tokens)
         rotate = self._rotation(where.start, where.width)
@@ -323,7 +334,7 @@ class Qwen35Model(Module):
             if "self_attn" in layer:
                 x = layer.attention(x, where, next(attention), rotate)
             else:
-                x, trail = layer.recurrence(x, next(recurrent), keep)
+                x, trail = layer.recurrence(x, next(recurrent), keep, chunked)
                 trails.append(trail)
         return self.model.norm(x), trails
 

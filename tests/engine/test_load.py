@@ -98,6 +98,15 @@ def test_the_prefill_chunk_follows_the_device_unless_set(folder: Path) -> None:
     assert load_engine(config(folder, prefill_chunk=32)).info.prefill_chunk == 32
 
 
+def test_only_the_reference_blas_prefills_token_by_token(folder: Path) -> None:
+    assert not load_engine(config(folder))._prefill._chunked
+    engine = load_engine(config(folder, blas="auto"))
+    assert engine._prefill._chunked
+    prompt = list(range(40))
+    found = generate(engine, [(prompt, greedy(8))], chunk=17)[0].tokens
+    assert found == generate(load_engine(config(folder)), [(prompt, greedy(8))])[0].tokens
+
+
 def test_a_context_cap_is_obeyed(folder: Path) -> None:
     assert load_engine(config(folder, context=64)).info.context_length == 64
 

@@ -51,13 +51,15 @@ class Run:
         # Pages in reverse, so that nothing works by lying in order.
         self.table = page_table(np.arange(pages, 0, -1, dtype=np.int32)[None])
 
-    def trunk(self, chunk: int) -> tuple[mx.array, mx.array]:
-        """Hidden states and logits of the prompt, fed in chunks."""
+    def trunk(self, chunk: int, *, blocks: bool = False) -> tuple[mx.array, mx.array]:
+        """Hidden states and logits of the prompt, fed in chunks; `blocks`: prefill's recurrence."""
         states, parts = self.model.zero_states(1), []
         for start in range(0, len(self.prompt), chunk):
             piece = self.prompt[start : start + chunk]
             where = window(mx.array([start]), len(piece), self.table, PAGE_SIZE)
-            hidden, trails = self.model.trunk(mx.array([piece]), where, self.pools[:-1], states)
+            hidden, trails = self.model.trunk(
+                mx.array([piece]), where, self.pools[:-1], states, chunked=blocks
+            )
             states = [keep_all(trail) for trail in trails]
             parts.append(hidden)
         hidden = mx.concatenate(parts, axis=1)
@@ -104,6 +106,15 @@ def test_trunk_and_mtp_equal_the_reference(tmp_path: Path, variant: str, chunk: 
     errors = run.errors(chunk)
     assert len(errors) == 9
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("chunk", [24, 17])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_in_blocks_equals_the_reference(tmp_path: Path, variant: str, chunk: int) -> None:
+    run = Run(write_checkpoint(tmp_path, variant), variant, dequantize=True)
+    hidden, logits = run.trunk(chunk, blocks=True)
+    assert _gap(np.array(hidden[0]), run.expected["trunk_hidden"]) <= TOLERANCE
+    assert _gap(np.array(logits[0]), run.expected["trunk_logits"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("fuse", [True, False])
