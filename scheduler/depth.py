@@ -14,7 +14,8 @@ down on real devices, so every depth is measured, depth 0 among them.
   request more than it could win). What lies further is left to probes.
 - After that the best depth is kept until another is better by `MARGIN`.
 - Every so often the depth measured longest ago, or never, is *probed* for two cycles. Once all are
-  known, probes double their distance while they change nothing.
+  known, probes double their distance while they change nothing; and what probes lose stays under
+  `PROBE_SHARE` of the time.
 - A depth is neither toured nor probed while it could not win even at the cheapest step time known:
   when hardly any draft stands, deep steps are not worth a look.
 - Acceptance fades with every cycle towards an optimistic prior, so a depth switched off on old
@@ -52,9 +53,12 @@ TOUR_CYCLES = 6
 """Cycles after which a tour gives up on a depth (no step time was reported); probes take over."""
 PROBE_CYCLES = 2
 PROBE_EVERY = (32, 256)
-"""Cycles between probes: first, and at most."""
-FIRST_DEPTH = 2
-"""Used before anything was measured."""
+"""Cycles between probes: first, and at most (but see `PROBE_SHARE`)."""
+PROBE_SHARE = 0.03
+"""Share of the time that probes may lose: after a costly one the next waits accordingly."""
+FIRST_DEPTH = 1
+"""Used before anything was measured, as in steps that also prefill: pays almost everywhere, and
+costs little where it does not."""
 
 
 class DepthPolicy(Protocol):
@@ -166,6 +170,8 @@ class _Bucket:
     probing: int = 0
     """Depth being probed."""
     probes_left: int = 0
+    probed: int = -1
+    """Cycle in which the last probe ended and what it lost is not yet earned back, or -1."""
 
     def rates(self, tokens: list[float]) -> dict[int, float]:
         """Tokens per second by measured depth; `tokens[K]` is what a cycle is expected to emit."""
@@ -205,8 +211,13 @@ class _Bucket:
             self.interval = PROBE_EVERY[0]
             self.next_probe = cycle + self.interval
 
-    def probe(self, depths: list[int], cycle: int) -> int | None:
+    def probe(
+        self, depths: list[int], tokens: list[float], rates: dict[int, float], cycle: int
+    ) -> int | None:
         """The one of `depths` to probe now, or None."""
+        if self.probed >= 0 and cycle >= self.next_probe:
+            self.next_probe = max(self.next_probe, self.probed + self._recovery(tokens, rates))
+            self.probed = -1
         if not self.probes_left and cycle >= self.next_probe:
             others = [depth for depth in depths if depth != self.depth]
             if all(self.costs[depth].samples for depth in others):
@@ -218,7 +229,17 @@ class _Bucket:
         if not self.probes_left:
             return None
         self.probes_left -= 1
+        if not self.probes_left:
+            self.probed = cycle
         return self.probing
+
+    def _recovery(self, tokens: list[float], rates: dict[int, float]) -> int:
+        """Cycles that must pass for what the last probe lost to be `PROBE_SHARE` of the time."""
+        if self.probing >= len(tokens) or not (rates and self.costs[self.depth].seconds):
+            return 0
+        worth = tokens[self.probing] / max(rates.values())
+        lost = PROBE_CYCLES * max(0.0, self.costs[self.probing].seconds - worth)
+        return int(lost / (PROBE_SHARE * self.costs[self.depth].seconds))
 
 
 class AutoDepth:
@@ -246,7 +267,7 @@ class AutoDepth:
         if (depth := bucket.tour(promising, tokens, rates)) is not None:
             return depth
         bucket.settle(rates, self._cycle)
-        if (depth := bucket.probe(promising, self._cycle)) is not None:
+        if (depth := bucket.probe(promising, tokens, rates, self._cycle)) is not None:
             return min(depth, deepest)
         return min(bucket.depth, deepest)
 

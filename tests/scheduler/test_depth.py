@@ -10,7 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from engine.plan import RowResult
-from scheduler.depth import Acceptance, AutoDepth, DepthPolicy, FixedDepth, depth_policy
+from scheduler.depth import (
+    FIRST_DEPTH,
+    Acceptance,
+    AutoDepth,
+    DepthPolicy,
+    FixedDepth,
+    depth_policy,
+)
 
 Cost = Callable[[int], float]
 """depth -> seconds."""
@@ -22,6 +29,11 @@ def flat(depth: int) -> float:
 
 def steep(depth: int) -> float:
     return 0.020 * (1 + depth)
+
+
+def very_steep(depth: int) -> float:
+    """A reference BLAS under many rows: every verified position costs more than a whole step."""
+    return 0.020 * (1 + 3 * depth)
 
 
 def sloped(depth: int) -> float:
@@ -150,6 +162,21 @@ def test_probes_are_cheap() -> None:
     assert seconds < 1.10 * sum(chosen.values()) * steep(0)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("cost", [steep, very_steep, sloped, stepped])
+def test_auto_is_never_much_worse_than_the_best_depth(cost: Cost, rows: int) -> None:
+    """From the first cycle on, tour and probes included, it stays near always running the best."""
+    simulation = Simulation(AutoDepth(8), rows=rows)
+    tokens = [sum(0.75**j for j in range(depth + 1)) for depth in range(9)]
+    best = max(tokens[depth] / cost(depth) for depth in range(9))
+    cheap_start = simulation.run(400, cost=cost, acceptance=0.75)
+    later = simulation.run(1500, cost=cost, acceptance=0.75)
+    for chosen, least in ((cheap_start, 0.4 if cost is stepped else 0.85), (later, 0.93)):
+        emitted = sum(count * tokens[depth] for depth, count in chosen.items())
+        seconds = sum(count * cost(depth) for depth, count in chosen.items())
+        assert emitted / seconds > least * best
+
+
 def test_a_tour_without_hope_is_short() -> None:
     """No draft ever stands: deep steps are looked at a few times only."""
     simulation = Simulation(AutoDepth(8), rows=16)
@@ -176,7 +203,7 @@ def test_rows_that_do_not_draft_count_against_depth() -> None:
 
 def test_steps_that_also_prefill_neither_tour_nor_probe() -> None:
     policy = AutoDepth(4)
-    assert {policy.choose([4], prefilling=True) for _ in range(100)} == {2}
+    assert {policy.choose([4], prefilling=True) for _ in range(100)} == {FIRST_DEPTH}
 
 
 def test_a_batch_that_never_keeps_its_size_is_learnt() -> None:
@@ -205,7 +232,7 @@ def test_without_step_times_the_tour_ends() -> None:
         depth = policy.choose([4], prefilling=False)
         policy.observe([], depth=depth, rows=1, device_s=0.0)
     chosen = Counter(policy.choose([4], prefilling=False) for _ in range(100))
-    assert chosen.most_common(1)[0][0] == 2
+    assert chosen.most_common(1)[0][0] == FIRST_DEPTH
 
 
 def test_acceptance_is_conditional_on_being_reached() -> None:

@@ -337,7 +337,11 @@ def acceptance_never_fades(patch: pytest.MonkeyPatch) -> None:
 
 
 def costs_are_never_measured_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth._Bucket, "probe", lambda self, depths, cycle: None)
+    patch.setattr(depth._Bucket, "probe", lambda *_: None)
+
+
+def probes_cost_what_they_like(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(depth, "PROBE_SHARE", 1e9)
 
 
 def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
@@ -347,7 +351,7 @@ def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
 
     settle_well = depth._Bucket.settle
     patch.setattr(depth._Bucket, "settle", settle)
-    patch.setattr(depth._Bucket, "probe", lambda self, depths, cycle: None)
+    patch.setattr(depth._Bucket, "probe", lambda *_: None)
 
 
 def the_loop_polls(patch: pytest.MonkeyPatch) -> None:
@@ -389,6 +393,12 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (depth_0_is_no_candidate, partial(test_depth.test_speculation_that_loses_is_off, 1)),
     (acceptance_never_fades, partial(test_depth.test_follows_acceptance_down_and_up_again, 16)),
     (costs_are_never_measured_again, test_depth.test_follows_a_change_of_cost),
+    (
+        probes_cost_what_they_like,
+        partial(
+            test_depth.test_auto_is_never_much_worse_than_the_best_depth, test_depth.very_steep, 8
+        ),
+    ),
     (speculation_off_is_sticky, partial(test_depth.test_follows_acceptance_down_and_up_again, 1)),
     (the_loop_polls, run_async(test_loop.check_idle, "plain")),
     (
