@@ -76,7 +76,7 @@ class RowSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """A piece of one row's prompt. Chunks of a row come in order and without gaps.
+    """A piece of one row's prompt. Chunks of a row come in order, without gaps, one per step.
 
     `tokens` (int32) occupy positions `start … start + len(tokens) - 1`; `pages` (int32) is the
     row's page table so far and must cover the last of them. The first chunk (`start == 0`)

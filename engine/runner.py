@@ -123,13 +123,13 @@ class MLXEngine:
         step = _Step(plan=plan)
         try:
             self._build(step)
+            step.build_s = time.perf_counter() - began
+            self._flight.append(step)
+            if len(self._flight) == 1:
+                self._dispatch(step)
+                step.started = began  # nothing ran meanwhile: building was part of the step
         except Exception as error:
             raise self._fail(error) from error
-        step.build_s = time.perf_counter() - began
-        self._flight.append(step)
-        if len(self._flight) == 1:
-            self._dispatch(step)
-            step.started = began  # nothing ran meanwhile: building was part of the step
 
     def collect(self) -> StepResult:
         """Wait for the oldest step; hand the next one to the device; read the results."""
@@ -240,6 +240,9 @@ class MLXEngine:
         """Raise ValueError, before anything is built, when the plan breaks the contract."""
         known = set(self._prefilling) - set(plan.release)
         ready = self._table.rows() - set(plan.release)
+        chunked = [chunk.row for chunk in plan.prefill]
+        if len(set(chunked)) != len(chunked):
+            raise ValueError(f"a step takes one chunk per row; rows of this one: {chunked}")
         for chunk in plan.prefill:
             self._check_chunk(chunk, known, ready)
             known.discard(chunk.row)

@@ -27,7 +27,7 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     prompt length           max_prompt_tokens (None)  InvalidRequestError
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
-    prompt tokens per step  prefill_chunk (engine's)      the next step
+    prompt tokens per step  prefill_chunk (engine's)  the next step
     unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
                                                       slow_reader_timeout_s (30)
     steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
@@ -70,8 +70,6 @@ from scheduler.ticket import Ticket, breach
 
 RETRY_BOUNDS_S = (0.1, 60.0)
 """Retry delays are clamped to this."""
-
-
 DEADLINE_SLACK_S = 0.05
 """How close to its deadline a client's leaving counts as the deadline's doing."""
 

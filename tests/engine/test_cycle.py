@@ -13,7 +13,7 @@ from engine import cycle as cycle_module
 from engine.cache import RecurrentState, RecurrentTrail
 from engine.models import delta
 from engine.models.qwen3_5 import Qwen35Model
-from engine.plan import Finish, StepPlan
+from engine.plan import EngineFailedError, Finish, PrefillChunk, StepPlan
 from engine.runner import MLXEngine
 from engine.solo import SoloResult, generate
 from tests.engine.small import OracleCycle, engine_over, greedy, prompts, small_model
@@ -294,6 +294,40 @@ def test_a_row_with_bad_numbers_ends_alone(model: Qwen35Model, alone: Alone) -> 
     for i in rows:
         assert driver.results[i].fault is None
         assert driver.results[i].tokens == alone.tokens[i]
+
+
+def test_a_plan_that_breaks_the_contract_has_no_effect(model: Qwen35Model) -> None:
+    from tests.engine.driver import Driver
+
+    engine = engine_over(model)
+    driver = Driver(engine)
+    twice = PrefillChunk(
+        row=0,
+        tokens=np.array([1, 2], np.int32),
+        start=0,
+        pages=np.array([1], np.int32),
+        last=False,
+        spec=greedy(4),
+    )
+    with pytest.raises(ValueError, match="one chunk per row"):
+        engine.submit(StepPlan(step=0, prefill=(twice, twice)))
+    driver.join(0, [1, 2], greedy(4))
+    assert len(driver.results[0].tokens) == 1
+
+
+def test_an_engine_whose_device_fails_says_so(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engine.driver import Driver
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    driver = Driver(engine_over(model))
+    monkeypatch.setattr(mx, "async_eval", broken)
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match="Unable to allocate"):
+            driver.join(0, [1, 2], greedy(4))
 
 
 def test_release_is_idempotent_and_forgets(model: Qwen35Model) -> None:
