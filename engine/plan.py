@@ -32,6 +32,12 @@ MAX_DEPTH = 8
 MAX_STOP_IDS = 64
 """Largest number of stop token ids per row, end-of-sequence ids included."""
 
+MAX_LOGPROBS = 20
+"""Largest number of alternatives reported per position."""
+
+MAX_LOGIT_BIAS = 300
+"""Largest number of biased tokens per row."""
+
 
 class Finish(StrEnum):
     """Why the device ended a row. Text-level stops and cancellation are the host's business."""
@@ -44,7 +50,12 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a row's tokens are drawn. The shaping order is temperature, top-k, top-p, min-p."""
+    """How a row's tokens are drawn.
+
+    The shaping order, the same for target and draft: constraint mask and minimum length → logit
+    bias → repetition, frequency, presence penalty → temperature → top-k → top-p → min-p. A penalty
+    at any position counts every token before it, drafts of the same cycle included.
+    """
 
     temperature: float = 1.0
     """>= 0; 0 is greedy (argmax, lowest id on ties)."""
@@ -59,6 +70,35 @@ class SamplingParams:
     draft_temperature: float | None = None
     """Temperature of the draft distribution; None follows `temperature`. Never changes the law of
     what is emitted, only how many drafts are accepted. 0 drafts greedily."""
+    repetition_penalty: float = 1.0
+    """> 0; logits of tokens that occur in the prompt or the output are divided by this when
+    positive and multiplied by it when not (Keskar et al. 2019, "CTRL", sec. 4.1)."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; subtracted from a token's logit once per occurrence in the output."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; subtracted once from the logit of every token that occurs in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, finite number added to its logit); tokens are distinct, at most `MAX_LOGIT_BIAS`."""
+    coupled: bool = False
+    """Draft and target are sampled with the same noise, a function of (seed, position, token), and
+    what is emitted is the target's own sample: the same seed gives the same tokens at every depth.
+    False verifies by rejection sampling."""
+
+
+class Constraint(Protocol):
+    """A form one row's output must have, as a set of allowed tokens after every prefix.
+
+    Belongs to one row; the engine calls it on its own thread. A mask is uint32 [ceil(V / 32)]:
+    token t is allowed iff bit t % 32 of word t // 32 is set. At least one token always is: an
+    output that is complete allows the end tokens only.
+    """
+
+    def mask(self, drafted: Sequence[int]) -> NDArray[np.uint32] | None:
+        """Tokens allowed after what was advanced and then `drafted`; None when `drafted` itself is
+        not allowed. Does not advance."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens were emitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +112,17 @@ class RowSpec:
     """Emitting one of these ends the row. At most `MAX_STOP_IDS`."""
     speculative: bool = True
     """False for a row that will never be drafted for: no MTP history is kept for it."""
+    min_tokens: int = 0
+    """No stop id is drawn before this many tokens were emitted; <= max_tokens."""
+    logprobs: int | None = None
+    """Report each emitted token's log probability and those of this many most probable tokens,
+    0 … `MAX_LOGPROBS`; None reports nothing. They are of the model's own distribution (log-softmax
+    of its logits, before everything in `SamplingParams`)."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first. Such a row's prompt starts at 0: a restored
+    prefix has no logits."""
+    constraint: Constraint | None = None
+    """Rows with one decode in `StepPlan.guided`, the others in `StepPlan.decode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +130,9 @@ class PrefillChunk:
     """A piece of one row's prompt. Chunks of a row come in order, without gaps, one per step.
 
     `tokens` (int32) occupy positions `start … start + len(tokens) - 1`; `pages` (int32) is the
-    row's page table so far and must cover the last of them. The first chunk (`start == 0`)
-    carries `spec`. When `last`, the step also samples the row's first token.
+    row's page table so far and must cover the last of them. The row's first chunk carries `spec`
+    and starts at 0, or at the position of the boundary it restores. When `last`, the step also
+    samples the row's first token.
     """
 
     row: int
@@ -89,6 +141,15 @@ class PrefillChunk:
     pages: NDArray[np.int32]
     last: bool
     spec: RowSpec | None = None
+    restore: int | None = None
+    """First chunk only: continue from this boundary, whose position is `start`. `pages` then holds
+    its first `start` positions: shared pages up to the last whole page, a copy of its last partly
+    filled one (`StepPlan.copies`)."""
+    prefix: NDArray[np.int32] | None = None
+    """With `restore`: the tokens at 0 … start - 1 (a repetition penalty counts them)."""
+    save: int | None = None
+    """Keep the row's state after this chunk as the boundary of this new id, at position
+    start + len(tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +169,64 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRow:
+    """Keep a decoding row's state as a boundary, at the position of its last emitted token (which
+    is in no cache yet): prompt tokens + emitted tokens - 1. `pages` (int32) is its page table. No
+    step in flight may name the row."""
+
+    row: int
+    boundary: int
+    pages: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One engine step, executed in this order: release, prefill, decode."""
+    """One engine step, run in this order: keep, release, drop, copies, prefill, decode, guided.
+
+    A *boundary* is a saved point of a sequence from which any row with the same tokens before it
+    may go on: recurrent states and the trunk's last hidden state, in the engine under an id that
+    the scheduler chooses and never reuses, and the sequence's pages, which the scheduler shares
+    out. No row ever writes a position below a boundary that shares its page, so a page may be read
+    by many and is written by one row only.
+    """
 
     step: int
+    keep: tuple[KeepRow, ...] = ()
     release: tuple[int, ...] = ()
     """Rows to forget. Unknown ids are ignored, so releasing is idempotent."""
+    drop: tuple[int, ...] = ()
+    """Boundaries to forget. Unknown ids are ignored."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(from, to): pages to copy in every layer. No page is written twice, nor read and written."""
     prefill: tuple[PrefillChunk, ...] = ()
     decode: DecodeBatch | None = None
+    guided: DecodeBatch | None = None
+    """The cohort of rows with a `Constraint`. None of them may be in another step in flight: the
+    host must know a row's tokens before it knows what may follow."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.release or self.prefill or self.decode)
+        return not (
+            self.keep
+            or self.release
+            or self.drop
+            or self.copies
+            or self.prefill
+            or self.decode
+            or self.guided
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Log probabilities at consecutive positions, natural logarithm."""
+
+    chosen: tuple[float, ...]
+    """Of the token that stands at each position."""
+    top_ids: tuple[tuple[int, ...], ...]
+    """The most probable tokens at each, most probable first; lowest id first on ties."""
+    top: tuple[tuple[float, ...], ...]
+    """Their log probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +247,16 @@ class RowResult:
     """Drafts accepted and emitted, <= drafted."""
     finish: Finish | None = None
     fault: str | None = None
+    logprobs: Logprobs | None = None
+    """One position per emitted token, when the row asked."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the chunk's own tokens, without the prompt's first, when the row asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of a `StepPlan`, rows in plan order: final prefill chunks first, then decode rows."""
+    """Result of a `StepPlan`, rows in plan order: prefill chunks (final ones, and those of rows
+    with `prompt_logprobs`), then decode rows, then guided rows."""
 
     step: int
     rows: tuple[RowResult, ...] = ()
@@ -156,6 +268,9 @@ class StepResult:
     device_s: float = 0.0
     """Seconds from when this step could begin until its result was there. It could begin when the
     previous one was done or, with nothing running, when building it began."""
+    gap_s: float | None = None
+    """Seconds the device sat idle between the end of the step before and this one's start, as the
+    host sees it; None when the engine had been idle before, so that nothing was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +304,28 @@ class EngineInfo:
     blas: str
     prefill_chunk: int = 256
     """Prompt tokens per step that this engine is sized for, and does well with."""
+    boundaries: int = 0
+    """Boundaries the engine has memory for; 0 when it keeps none."""
+    boundary_bytes: int = 0
+    """Bytes of one boundary, its pages aside."""
     notes: tuple[str, ...] = field(default=())
     """One line each: why something is off (no MTP tensors, gate failed, no OpenBLAS, …)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPrefix:
+    """What a file of one boundary says about itself (see `Engine.export_boundary`)."""
+
+    tokens: tuple[int, ...]
+    """The tokens before the boundary; its position is their number."""
+    mtp: bool
+    """Whether MTP history is in it."""
+    metadata: dict[str, str]
+    """As given at export."""
+
+
+class ForeignFileError(Exception):
+    """A boundary file is damaged, of another format version, or of another model or engine."""
 
 
 class EngineFailedError(Exception):
