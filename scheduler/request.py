@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.plan import SamplingParams
+from engine.plan import Constraint, Logprobs, SamplingParams
 
 
 class FinishReason(StrEnum):
@@ -56,6 +56,22 @@ class GenerationRequest:
     deadline: float | None = None
     """In seconds of the scheduler's clock. One that has passed is accepted and ends with DEADLINE
     before anything runs."""
+    min_tokens: int = 0
+    """No stop id is drawn before this many tokens, 0 … max_tokens."""
+    logprobs: int | None = None
+    """As in `RowSpec`: alternatives reported with each token, 0 … `MAX_LOGPROBS`; None for none."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt. Such a request prefills its whole prompt itself."""
+    constraint: Constraint | None = None
+    """A form the output must have. The request owns it; give no two requests the same object."""
+    reuse_prefix: bool = True
+    """May start from a prefix that an earlier request left, and leave one. Never changes a token
+    beyond what the engine promises of equal prefixes (design, 3.6)."""
+    session_id: str | None = None
+    """Keep the end of this request for the session's next turn, until TTL or pressure end it."""
+    group: str | None = None
+    """Requests of one group have the same prompt (parallel samples): the first one's prefill is
+    shared, and the others wait for it. None: no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +105,10 @@ class Tokens:
 
     ids: tuple[int, ...]
     """At least one; the last may be a stop token."""
+    logprobs: Logprobs | None = None
+    """One position per id, when the request asked."""
+    prompt_logprobs: Logprobs | None = None
+    """With the first `Tokens` only, when the request asked: of every prompt token but the first."""
     drafted: int
     accepted: int
     at: float
