@@ -100,7 +100,7 @@ class DecodeCycle:
             tokens, where, self._pools, list(rows.states), keep=depth > 0 and self._keep_states
         )
         logits = self._model.head(hidden)
-        decided = _decide(drafts, logits, statics, noise, limits)
+        decided = self._decide(drafts, logits, rows, statics, noise, limits)
         return self._commit(rows, statics, table, decided, limits, logits, hidden, trails)
 
     def _draft(
@@ -143,6 +143,18 @@ class DecodeCycle:
         return self._model.mtp_exact(
             rows.pending_hidden, rows.pending_tokens, where, self._mtp_pool
         )
+
+    def _decide(
+        self,
+        drafts: Drafts | None,
+        logits: mx.array,
+        rows: RowArrays,
+        statics: RowStatics,
+        noise: mx.array | None,
+        limits: mx.array,
+    ) -> Acceptance:
+        """Acceptance of the drafts under the target's logits [B, W, V]."""
+        return _decide(drafts, logits, statics, noise, limits)
 
     def _commit(
         self,

@@ -7,7 +7,7 @@ import, and MLX's streams belong to the thread that first uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,18 @@ replays the block instead of picking a state."""
 
 
 def load_engine(
-    config: EngineConfig, progress: Progress | None = None, *, trace: bool = False
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    trace: bool = False,
+    scripted: Sequence[float] | None = None,
 ) -> MLXEngine:
     """Load `config.model` and return an engine that is ready to run.
 
     Call it on the thread that will own the engine. `trace` keeps the logits behind every token
-    (tests). Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the
-    file, tensor, key or number at fault, before memory is taken where that can be known.
+    (tests). `scripted` overrules acceptance (benchmarks; see `engine.scripted`) and skips the
+    gate. Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the file,
+    tensor, key or number at fault, before memory is taken where that can be known.
     """
     config.validate()
     blas = prepare_blas(config.blas)
@@ -52,7 +57,14 @@ def load_engine(
     from engine.runner import leave_thread
 
     try:
-        return _load(config, blas, progress, trace)
+        engine = _load(
+            config if scripted is None else replace(config, mtp_gate="off"), blas, progress, trace
+        )
+        if scripted is not None:
+            from engine.scripted import ScriptedCycle
+
+            ScriptedCycle.script(engine.cycle, scripted)
+        return engine
     except BaseException:
         leave_thread()
         raise

@@ -108,6 +108,11 @@ class MLXEngine:
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def cycle(self) -> DecodeCycle:
+        """The decode cycle; for benchmarks that overrule parts of it."""
+        return self._cycle
+
     def described(self, info: EngineInfo) -> MLXEngine:
         """The same engine with other notes."""
         self._info = info
