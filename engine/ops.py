@@ -29,6 +29,19 @@ def unit_scale(x: mx.array, scale: mx.array | float, eps: float = 1e-6) -> mx.ar
     return mx.fast.rms_norm(x, None, eps / x.shape[-1]) * scale
 
 
+def first_rows(x: mx.array, count: int) -> mx.array:
+    """The first `count` rows of x [M, …]."""
+    return x if x.shape[0] == count else x[:count]
+
+
+def pad_rows(x: mx.array, count: int) -> mx.array:
+    """x [M, …] with zero rows up to `count` >= M."""
+    missing = count - x.shape[0]
+    if not missing:
+        return x
+    return mx.concatenate([x, mx.zeros((missing, *x.shape[1:]), x.dtype)], axis=0)
+
+
 class Rotation:
     """Rotary embedding of a block of positions, worked out once for all layers of a pass.
 
