@@ -33,7 +33,7 @@ from engine.solo import generate
 WARM_UP = 2
 """Cycles per point that are not measured: the first of a shape may compile, the second may still
 find a cold allocator."""
-BURST = 3
+BURST = 2
 """Cycles per point and round; the first follows another shape and is measured all the same, as it
 is what serving looks like."""
 

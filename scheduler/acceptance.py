@@ -9,8 +9,9 @@ as long as little is known of it; `c_j` says what position j is worth beside the
 A pooled rate per position would not do: those who reach position 3 are mostly rows that are
 accepted more, and when such a row leaves, the others inherit its numbers.
 
-All evidence fades, the overall rate towards the optimistic `PRIOR` and the positions towards 1, so
-a cohort that does not draft looks better with time and gets another try.
+All evidence fades, the overall rate towards its long-run mean and the positions towards 1. An
+*optimistic* estimate has `PRIOR` in place of that mean: a cohort that does not draft looks better
+with time that way, and gets another try.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ FADE = 0.99
 """Weight that evidence keeps per cycle, of rows and of all of them: half is gone after 69."""
 PRIOR, PRIOR_WEIGHT = 0.7, 3.0
 """Acceptance assumed without evidence, and how many trials that assumption is worth."""
+LONG_RUN = 0.005
+"""Weight of one trial in the long-run mean, which starts at `PRIOR`."""
 ROW_WEIGHT = 12.0
 """Trials that the overall rate is worth in a row's own."""
 POSITION_WEIGHT = 4.0
@@ -45,6 +48,8 @@ class Acceptance:
         self._stood = np.zeros(depth)
         self._trials = self._successes = 0.0
         """Over all rows and positions, trials weighted with c_j, faded."""
+        self._mean = PRIOR
+        """Rate in the long run."""
         self._rows: list[int] = []
         """Rows of the newest cycle observed, in its order; those of the next arrays."""
         self._row_trials = np.zeros(0)
@@ -62,11 +67,15 @@ class Acceptance:
         np.minimum(drafted, self._depth, out=drafted)
         np.minimum(stood, drafted, out=stood)
         tried = np.minimum(stood + 1, drafted)
-        rates = self._row_rates()
+        rates = self._row_rates(self.overall())
         worth = np.concatenate(([0.0], np.cumsum(self._positions())))[tried]
         keep = FADE * min(1.0, MOST_TRIALS / max(self._trials, 1.0))
         self._trials = keep * self._trials + float(worth.sum())
         self._successes = keep * self._successes + float(stood.sum())
+        trials = float(worth.sum())
+        if trials > 0:
+            weight = min(0.5, LONG_RUN * trials)
+            self._mean += weight * (min(1.0, float(stood.sum()) / trials) - self._mean)
         self._reached = keep * self._reached + self._more_than(tried, rates)
         self._stood = keep * self._stood + self._more_than(stood, None)
         self._row_trials = FADE * self._row_trials + worth
@@ -89,29 +98,32 @@ class Acceptance:
         self._row_successes = np.append(self._row_successes, 0.0)[source]
         self._rows = rows
 
-    @property
-    def overall(self) -> float:
+    def overall(self, *, optimistic: bool = False) -> float:
         """Rate of a row nothing is known of, at an average position."""
-        return (self._successes + PRIOR * PRIOR_WEIGHT) / (self._trials + PRIOR_WEIGHT)
+        prior = max(PRIOR, self._mean) if optimistic else self._mean
+        return (self._successes + prior * PRIOR_WEIGHT) / (self._trials + PRIOR_WEIGHT)
 
     def _positions(self) -> NDArray[np.float64]:
         """[j]: c of draft j + 1."""
         return (self._stood + POSITION_WEIGHT) / (self._reached + POSITION_WEIGHT)
 
-    def _row_rates(self) -> NDArray[np.float64]:
+    def _row_rates(self, overall: float) -> NDArray[np.float64]:
         """q of the rows of the newest cycle."""
-        return (self._row_successes + ROW_WEIGHT * self.overall) / (self._row_trials + ROW_WEIGHT)
+        return (self._row_successes + ROW_WEIGHT * overall) / (self._row_trials + ROW_WEIGHT)
 
-    def expected_tokens(self, caps: Sequence[int], deepest: int) -> NDArray[np.float64]:
+    def expected_tokens(
+        self, caps: Sequence[int], deepest: int, *, optimistic: bool = False
+    ) -> NDArray[np.float64]:
         """[K]: tokens a cohort of rows with these draft limits emits in a cycle at depth K, for
         K = 0 … deepest.
 
         The cohort is taken to be the rows of the newest cycle observed that had not finished, in
         the same order, followed by new ones: the scheduler keeps it in order of age.
         """
-        rates = self._row_rates()[self._present][: len(caps)]
+        overall = self.overall(optimistic=optimistic)
+        rates = self._row_rates(overall)[self._present][: len(caps)]
         if len(rates) < len(caps):
-            rates = np.concatenate((rates, np.full(len(caps) - len(rates), self.overall)))
+            rates = np.concatenate((rates, np.full(len(caps) - len(rates), overall)))
         chance = np.minimum(rates[:, None] * self._positions()[:deepest], 1.0)
         reach = np.cumprod(chance, axis=1)
         if min(caps) < deepest:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ FIRST_NOISE = 0.3
 of first to second steps."""
 SCALE_NOISE = 0.6
 """The same of the very first step of a batch size: it must not decide what a step takes."""
-NOISE = 0.1
+NOISE = 0.15
 """The same of others, before any is known; then measured, within `NOISE_BOUNDS`."""
 NOISE_BOUNDS = (0.03, 0.4)
 SUSPECT = 0.5
@@ -75,7 +75,7 @@ RELATED = Spread(0.5, 0.4, 0.1)
 """Other batch sizes are known."""
 TABLED = Spread(0.5, 0.15, 0.06)
 """It was measured in an earlier run, on a machine as busy as it was then."""
-DRIFT = Spread(0.02, 0.003, 0.004)
+DRIFT = Spread(0.02, 0.004, 0.008)
 """What may change from one cycle to the next."""
 CHANGE = Spread(0.3, 1.0, 0.35)
 """What may have changed after a series of surprises."""
@@ -87,8 +87,12 @@ class CostTable:
 
     seconds: Mapping[tuple[int, int], float]
     """(rows, depth) → seconds of a cycle."""
+    deviation: float = 0.06
+    """Standard error of log seconds, of each entry: how soon newer samples outweigh it."""
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.deviation) and self.deviation > 0):
+            raise ValueError(f"deviation must be > 0 and finite, not {self.deviation}")
         for (rows, depth), seconds in self.seconds.items():
             if rows < 1:
                 raise ValueError(f"rows must be >= 1, not {rows}")
@@ -236,7 +240,8 @@ class Costs:
             guess = np.log(plane.seconds(rows, self._depths))
             near = sorted(found)
             offsets = np.interp(self._depths, near, [found[k] - guess[k] for k in near])
-            costs = StepCosts(size, guess + offsets, TABLED)
+            spread = replace(TABLED, alone=max(TABLED.alone, table.deviation))
+            costs = StepCosts(size, guess + offsets, spread)
             costs.assume_known(near, measured=True)
             self._buckets[size] = costs
 
@@ -295,9 +300,10 @@ class Costs:
                 again.observe(int(depth), math.exp(bucket.mean[depth]))
 
     def measured(self) -> dict[tuple[int, int], float]:
-        """(batch bucket, depth) → seconds, of what was measured, now or in an earlier run."""
+        """(batch bucket, depth) → seconds, of what was measured more than once, now or in an
+        earlier run."""
         return {
             (size, int(depth)): math.exp(bucket.mean[depth])
             for size, bucket in self._buckets.items()
-            for depth in np.flatnonzero(bucket.measured)
+            for depth in np.flatnonzero(bucket.measured & (bucket.samples != 1))
         }

@@ -11,10 +11,11 @@ measured, in this run or in an earlier one (`CostTable`).
 - With nothing known the first cycle runs at depth 0, the second at depth 1: the cheapest way to
   learn what a step and a draft cost, and how the head does.
 - A *probe* is a cycle at another depth, one that would win if its step were `OPTIMISM` deviations
-  cheaper than estimated. Depths never measured are entered by probes too: one at a time, at most
-  2 d + 1 when d is the deepest known, and hardly hoped to be cheaper than the cheapest step known.
+  cheaper than estimated and, where nothing is drafted, the drafts as good as hoped. Depths never
+  measured are entered by probes too: one at a time, at most 2 d + 1 when d is the deepest known,
+  and hardly hoped to be cheaper than the cheapest step known.
 - Probes are paid for from a `Credit`, in cycles at the best depth. The price is what a probe is
-  expected to lose, for depths never measured with `FEAR` added; what it lost more, or less, is
+  expected to lose, beyond the deepest known depth with `FEAR` added; what it lost more, or less, is
   settled when its time is known. Near-ties cost next to nothing and are compared as often as they
   need; what cannot be afforded waits.
 - When costs are seen to have changed, the credit for known depths is filled up.
@@ -170,7 +171,10 @@ class AutoDepth:
             return best
         self._known_credit.grow()
         self._new_credit.grow()
-        probe = self._probe(tokens, seconds, best, costs, use)
+        hoped = tokens
+        if best == 0:  # nothing is drafted, so nothing is learnt about drafts
+            hoped = self._acceptance.expected_tokens(caps, deepest, optimistic=True).tolist()
+        probe = self._probe(tokens, hoped, seconds, best, costs, use)
         return best if probe is None else probe
 
     def _best(self, rates: list[float], costs: StepCosts, use: _Use) -> int:
@@ -187,6 +191,7 @@ class AutoDepth:
     def _probe(
         self,
         tokens: list[float],
+        hoped: list[float],
         seconds: list[float],
         best: int,
         costs: StepCosts,
@@ -214,8 +219,9 @@ class AutoDepth:
             hope = seconds[depth] * math.exp(-OPTIMISM * deviation[depth])
             if new:
                 hope = BOLD * cheapest if daring else max(hope, BOLD * cheapest)
-            gain = math.log(brings * seconds[best] / hope)
-            fear = math.exp(FEAR * deviation[depth]) if new and not daring else 1.0
+            gain = math.log(hoped[depth] / tokens[best] * seconds[best] / hope)
+            far = depth > deepest and not daring
+            fear = math.exp(FEAR * deviation[depth]) if far else 1.0
             price = max(0.0, seconds[depth] * fear / seconds[best] - brings)
             credit = self._new_credit if new else self._known_credit
             if gain <= MARGIN or price > (DEBT if new and daring else credit.amount):

