@@ -202,7 +202,7 @@ def measure(
         warming = rounds == 0
         cycles = WARM_UP if warming else BURST
         done = 0
-        for group in _groups(order.sample(grid, total), max(1, room // cycles)):
+        for group in _groups(order.sample(grid, total), max(1, room // max(1, cycles))):
             most = max(b for b, _ in group)
             needed = cycles * len(group) * (max(depths) + 1)
             with _prefilled(engine, rows=most, prompt=context, room=needed + 1) as held:

@@ -1,9 +1,9 @@
 """Cost tables on disk: what a decode cycle takes at (rows, depth), by model and machine.
 
 `selfdraft tune` writes them; `serve --cost-table auto` looks for one in a per-user cache folder
-under the fingerprint of machine and model, and on a clean stop keeps there what its depth controller has
-learnt, so a second start is a good one even where nobody ever tuned. A table given as a file is the
-operator's: it is read, must fit, and is never written.
+under the fingerprint of machine and model, and on a clean stop keeps there what its depth
+controller has learnt, so a second start is a good one even where nobody ever tuned. A table given
+as a file is the operator's: it is read, must fit, and is never written.
 """
 
 from __future__ import annotations
