@@ -28,7 +28,7 @@ from engine.plan import (
     page_array,
     pages_needed,
 )
-from engine.solo import generate
+from engine.solo import generate, row_ids
 
 WARM_UP = 2
 """Cycles per point that are not measured: the first of a shape may compile, the second may still
@@ -37,8 +37,6 @@ BURST = 2
 """Cycles per point and round; the first follows another shape and is measured all the same, as it
 is what serving looks like."""
 
-_rows = itertools.count(1 << 50)
-"""Row ids no scheduler hands out, never reused."""
 _steps = itertools.count()
 
 Progress = Callable[[str, int, int], None]
@@ -93,7 +91,7 @@ class _Rows:
         need = pages_needed(self.prompt + self.room, info.page_size)
         rng = np.random.default_rng(0)
         for index in range(count):
-            row = next(_rows)
+            row = next(row_ids)
             table = list(range(index * need + 1, (index + 1) * need + 1))
             tokens = rng.integers(0, info.vocab_size, self.prompt, dtype=np.int32)
             spec = RowSpec(

@@ -354,6 +354,7 @@ def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
         return 0 if use.depth == 0 else best(self, rates, known, use)
 
     patch.setattr(depth.AutoDepth, "_best", stuck)
+    patch.setattr(depth.AutoDepth, "_probe", lambda *_: None)
 
 
 def the_loop_polls(patch: pytest.MonkeyPatch) -> None:

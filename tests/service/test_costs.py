@@ -13,7 +13,7 @@ from selfdraft import Client
 
 from engine.config import EngineConfig
 from scheduler.costs import CostTable
-from service import costs, launch
+from service import launch
 from service.config import ServerConfig, ServiceConfig, SettingError
 from service.costs import CostFile, CostSource, CostTableError, cache_path, fingerprint
 from service.logs import make_logger
@@ -28,7 +28,7 @@ TABLE = CostTable(seconds={(1, 0): 0.04, (1, 3): 0.06, (4, 0): 0.05}, deviation=
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(costs.platformdirs, "user_cache_path", lambda name: folder / name)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: folder / name)
     return folder
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_costs_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(costs.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     found, log = source("auto")
     found.keep(INFO, {(1, 0): 1.0})
     assert "No space left" in log.getvalue()
