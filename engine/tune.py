@@ -164,7 +164,7 @@ def check(engine: Engine, *, rows: Sequence[int], depths: Sequence[int], context
     positions = min(info.context_length, info.pages // max(rows) * info.page_size)
     # A burst at every depth, at least: rows are prefilled anew when they are full.
     least = max(depths) + 1
-    room = (positions - context - 1) // least
+    room = (positions - context - 2) // least  # the prompt's own token, and one never emitted
     if room < BURST + WARM_UP:
         raise ValueError(
             f"context: {max(rows)} rows have {positions} positions each in this engine; a prompt "
@@ -203,7 +203,7 @@ def measure(
         for group in _groups(order.sample(grid, total), max(1, room // max(1, cycles))):
             most = max(b for b, _ in group)
             needed = cycles * len(group) * (max(depths) + 1)
-            with _prefilled(engine, rows=most, prompt=context, room=needed + 1) as held:
+            with _prefilled(engine, rows=most, prompt=context, room=needed + 2) as held:
                 for b, k in group:
                     found = [held.cycle(b, k) for _ in range(cycles)]
                     if not warming:

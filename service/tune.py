@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -63,6 +64,7 @@ def run_tune(
     """
     from engine.load import load_engine
 
+    _check_output(output)
     progress = console.LoadProgress()
     try:
         engine = load_engine(config, progress)
@@ -95,6 +97,20 @@ def run_tune(
     to_file(found, info).save(path)
     console.stderr.print(f"saved to {path}", soft_wrap=True)
     return path
+
+
+def _check_output(output: Path | None) -> None:
+    """Raises SettingError when the file could not be written, before minutes of measuring."""
+    if output is None:
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.is_dir():
+            raise SettingError("--output", f"{output} is a directory")
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise SettingError("--output", f"cannot write {output}: {error.strerror}") from error
 
 
 def _prompt(model: Path) -> list[int]:

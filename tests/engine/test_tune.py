@@ -37,9 +37,20 @@ class Clock:
 
 
 def engine(
-    cost: Callable[[int, int], float] = cost, *, pages: int = 400, page_size: int = 16
+    cost: Callable[[int, int], float] = cost,
+    *,
+    pages: int = 400,
+    page_size: int = 16,
+    acceptance: float = 0.7,
 ) -> FakeEngine:
-    return Lenient(max_rows=4, pages=pages, page_size=page_size, max_depth=4, cost=cost)
+    return Lenient(
+        max_rows=4,
+        pages=pages,
+        page_size=page_size,
+        max_depth=4,
+        acceptance=acceptance,
+        cost=cost,
+    )
 
 
 def points(made: FakeEngine, seconds: float = 6.0) -> dict[tuple[int, int], float]:
@@ -101,6 +112,13 @@ def test_a_context_that_just_fits_is_measured_in_pieces() -> None:
     made = engine(pages=24, page_size=4)
     found = measure(made, rows=(2,), depths=(0, 1), seconds=1.0, clock=Clock(), context=32)
     assert [p.seconds for p in found.points] == pytest.approx([cost(2, 0), cost(2, 1)])
+
+
+def test_rows_outlive_their_cycles_when_every_draft_stands() -> None:
+    for depths in ((0,), (4,), (0, 4)):
+        made = engine(acceptance=1.0)
+        found = measure(made, rows=(1, 2), depths=depths, seconds=1.0, clock=Clock(), context=20)
+        assert len(found.points) == 2 * len(depths)
 
 
 def test_acceptance_is_per_position_and_conditional() -> None:

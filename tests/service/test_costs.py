@@ -17,7 +17,7 @@ from service import launch
 from service.config import ServerConfig, ServiceConfig, SettingError
 from service.costs import CostFile, CostSource, CostTableError, cache_path, fingerprint
 from service.logs import make_logger
-from service.tune import check_seconds, parse_numbers
+from service.tune import _check_output, check_seconds, parse_numbers
 from tests.scheduler.fake_engine import FakeEngine
 from tests.service.harness import FIXTURES, VOCAB
 
@@ -213,3 +213,13 @@ def test_bad_numbers_name_the_option(text: str) -> None:
 def test_bad_seconds_name_the_option(seconds: float) -> None:
     with pytest.raises(SettingError, match="--seconds"):
         check_seconds(seconds)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="--output: .* is a directory"):
+        _check_output(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="--output: cannot write"):
+        _check_output(tmp_path / "file" / "costs.json")
+    _check_output(tmp_path / "new" / "costs.json")
+    assert list((tmp_path / "new").iterdir()) == []
