@@ -39,18 +39,18 @@ from scheduler.costs import Costs, CostTable, StepCosts, bucket_of
 
 MARGIN = 0.02
 """A depth must promise this much more tokens per second to replace the current one."""
-OPTIMISM = 1.8
+OPTIMISM = 2.0
 FEAR = 1.0
 """Standard deviations of log seconds."""
 BOLD = 0.9
 """A depth never measured is not hoped to take less than this share of the cheapest step known."""
 SHARE = 0.005
 """What each credit grows by per cycle: with both, probes may lose 1 % in the long run."""
-CREDIT_KNOWN = 0.4
+CREDIT_KNOWN = 0.5
 """Most that probes of measured depths may lose at once, in cycles at the best depth."""
 CREDIT_NEW, CREDIT_START = 1.25, 1.0
 """The same for depths never measured, and what there is of it in the beginning."""
-DEBT = 1.7
+DEBT = 2.2
 """What one probe of a new depth may cost on full credit: the excess is paid off afterwards."""
 NEAR = 0.05
 """Probes that lose less than this count as if they lost it, lest near-ties outbid everything."""
@@ -232,7 +232,7 @@ class AutoDepth:
             return None
         new, _, depth, price = chosen
         credit = self._new_credit if new else self._known_credit
-        credit.spend(price)
+        credit.spend(max(price, NEAR))
         paid = price + tokens[depth] / tokens[best]
         use.probes[depth] = _Probe(credit, seconds[best], paid)
         return depth
