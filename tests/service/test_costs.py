@@ -216,7 +216,7 @@ def test_bad_seconds_name_the_option(seconds: float) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="--output: .* is a directory"):
+    with pytest.raises(SettingError, match=r"--output: .* is a directory"):
         _check_output(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="--output: cannot write"):
