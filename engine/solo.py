@@ -24,7 +24,7 @@ from engine.plan import (
     pages_needed,
 )
 
-_rows = itertools.count(1 << 40)
+row_ids = itertools.count(1 << 40)
 """Row ids no scheduler hands out, never reused."""
 
 Depths = Callable[[int], int]
@@ -73,7 +73,7 @@ def generate(
     `chunk` cuts prompts. Raises ValueError when the requests need more rows or pages than the
     engine has; rows are released in the end.
     """
-    results = [SoloResult(row=next(_rows)) for _ in requests]
+    results = [SoloResult(row=next(row_ids)) for _ in requests]
     tables = _deal_pages(engine, requests)
     steps = itertools.count()
     try:

@@ -4,6 +4,7 @@ on a device, no network, and no clock it was not given."""
 from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
+from scheduler.costs import CostTable
 from scheduler.loop import RequestHandle, Scheduler, StepRecord
 from scheduler.pages import IntegrityError
 from scheduler.request import (
@@ -21,6 +22,7 @@ from scheduler.request import (
 from scheduler.statistics import Statistics
 
 __all__ = [
+    "CostTable",
     "Event",
     "FinishReason",
     "Finished",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.plan import MAX_DEPTH
+from engine.plan import MAX_DEPTH, EngineInfo
+from scheduler.costs import CostTable
 
 Depth = Literal["auto"] | int
 """`"auto"`, or a fixed number of drafts per cycle in 0 … 8."""
@@ -41,6 +43,10 @@ class SchedulerConfig:
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
 
+    cost_table: Callable[[EngineInfo], CostTable | None] | None = None
+    """Gives what cycles of this engine cost when they were measured before, or None; asked once,
+    when the engine has loaded. `auto` then chooses well from its first cycle on."""
+
     stream_buffer: int = 256
     """Unread tokens per stream at which its row is paused. It can be overshot by what is in
     flight when the limit is reached, at most two bursts."""
@@ -75,6 +81,10 @@ class SchedulerConfig:
             raise ValueError(f"depth must be 'auto' or 0 … {MAX_DEPTH}")
         if self.loop not in ("plain", "pipelined"):
             raise ValueError("loop must be 'plain' or 'pipelined'")
+
+    def costs_of(self, info: EngineInfo) -> CostTable | None:
+        """The cost table for this engine, if there is one."""
+        return self.cost_table(info) if self.cost_table is not None else None
 
 
 def _at_least_one(name: str, value: int) -> None:

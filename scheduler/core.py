@@ -85,7 +85,7 @@ class SchedulerCore:
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
         self._max_rows = min(config.max_rows, info.max_rows)
-        self._depth = depth_policy(config.depth, info.max_depth)
+        self._depth = depth_policy(config.depth, info.max_depth, config.costs_of(info))
         self._queue = WaitingQueue(
             max_requests=config.max_queue, max_tokens=config.max_queued_tokens
         )

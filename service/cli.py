@@ -92,6 +92,9 @@ def serve(
         float, typer.Option(help="Time to finish running requests after SIGTERM.")
     ] = 30.0,
     log_format: LogFormatOption = "pretty",
+    cost_table: Annotated[
+        str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
+    ] = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
@@ -111,6 +114,7 @@ def serve(
         mtp_gate=mtp_gate,
         prefill_chunk=prefill_chunk,
         log_format=log_format,
+        cost_table=cost_table if cost_table in ("auto", "off") else Path(cost_table),
         limits=RequestLimits(default_max_tokens=default_max_tokens),
         server=ServerConfig(
             host=host,
@@ -208,6 +212,53 @@ def inspect(
     found = inspect_model(models.resolve(model, revision=revision))
     console.show_inspection(found)
     raise typer.Exit(0 if found.runnable else 1)
+
+
+@app.command()
+def tune(
+    model: Model = None,
+    revision: Revision = None,
+    rows: Annotated[str, typer.Option(help="Batch sizes to measure, e.g. 1,2,4.")] = "1,2,4,8,16",
+    depths: Annotated[str, typer.Option(help="Depths to measure, e.g. 0..8.")] = "0..8",
+    seconds: Annotated[float, typer.Option(help="Time to measure for, about.")] = 60.0,
+    context_tokens: Annotated[int, typer.Option(help="Prompt tokens of the rows measured.")] = 256,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; the user's cache for serve when absent.")
+    ] = None,
+    kv_memory: KvMemory = None,
+    dtype: Dtype = "auto",
+    blas: Blas = "auto",
+    weights: Weights = "auto",
+    mtp_gate: Gate = "auto",
+) -> None:
+    """Measure what decode cycles cost here, for serve to choose its depth by."""
+    from engine.config import MAX_ROWS
+    from engine.plan import MAX_DEPTH
+    from service.tune import check_seconds, parse_numbers, run_tune
+
+    sizes = parse_numbers("--rows", rows, 1, MAX_ROWS)
+    steps = parse_numbers("--depths", depths, 0, MAX_DEPTH)
+    check_seconds(seconds)
+    settings = _config(
+        model=model,
+        revision=revision,
+        max_rows=max(sizes),
+        kv_memory=kv_memory,
+        context=None,
+        depth=str(max(steps)),
+        dtype=dtype,
+        blas=blas,
+        weights=weights,
+        mtp_gate=mtp_gate,
+    )
+    run_tune(
+        settings.engine,
+        rows=sizes,
+        depths=steps,
+        seconds=seconds,
+        context=context_tokens,
+        output=output,
+    )
 
 
 @app.command()
@@ -311,11 +362,12 @@ def _expected(error: Exception) -> ExitCode | None:
 
     from engine.errors import ConfigError, EngineError
     from service.config import SettingError
+    from service.costs import CostTableError
     from service.models import ModelNotFoundError
     from service.server import BindError
     from service.text.tokenizer import TokenizerError
 
-    if isinstance(error, UsageError | ConfigError | SettingError):
+    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError):
         return 2
     known = (EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError)
     return 1 if isinstance(error, known) else None

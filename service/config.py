@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 from engine.config import EngineConfig
@@ -147,12 +148,17 @@ class ServiceConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log_format: LogFormat = "pretty"
+    cost_table: Literal["auto", "off"] | Path = "off"
+    """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,
+    where a clean stop also leaves what was learnt. Used at depth `auto` only."""
     model_name: str | None = None
     """Name the model is served under; None takes the engine's."""
 
     def __post_init__(self) -> None:
         if self.log_format not in ("json", "pretty"):
             raise SettingError("log_format", "must be 'json' or 'pretty'")
+        if not isinstance(self.cost_table, Path) and self.cost_table not in ("auto", "off"):
+            raise SettingError("cost_table", "must be 'auto', 'off' or a Path")
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

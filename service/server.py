@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,8 +77,11 @@ class Server:
         engine_factory: Callable[[], Engine],
         tokenizer_factory: Callable[[], Tokenizer],
         logger: Logger,
+        keep_costs: Callable[[EngineInfo, Mapping[tuple[int, int], float]], None] | None = None,
     ) -> None:
-        """`engine_factory` runs on the engine's thread, `tokenizer_factory` on another."""
+        """`engine_factory` runs on the engine's thread, `tokenizer_factory` on another.
+        `keep_costs` is told after a clean stop what cycles cost; it must not raise."""
+        self._keep_costs = keep_costs
         self._config = config
         self._engine_factory = engine_factory
         self._tokenizer_factory = tokenizer_factory
@@ -202,6 +205,9 @@ class Server:
         if not backend.scheduler.failed.is_set():
             await self._drain(backend, health, servicer)
         if not backend.scheduler.failed.is_set():
+            if self._keep_costs is not None:
+                scheduler = backend.scheduler
+                self._keep_costs(scheduler.info, scheduler.statistics().step_times)
             self._logger.info("stopped")
             return 0
         self.door.fail(str(backend.scheduler.failure))

@@ -6,6 +6,7 @@ A mutation replaces one function of the core. `fuzz` then runs random requests w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 from engine.plan import EngineFailedError
-from scheduler import RequestHandle, Scheduler, depth
+from scheduler import RequestHandle, Scheduler, acceptance, costs, depth
 from scheduler.core import SchedulerCore
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.queue import WaitingQueue
@@ -315,12 +316,17 @@ def test_without_a_mutation_nothing_is_seen() -> None:
 
 
 def time_of_first_calls_counts(patch: pytest.MonkeyPatch) -> None:
-    def add(self: Any, seconds: float, *, cycle: int, first_of_shape: bool) -> None:
-        self.seconds = seconds if not self.samples else 0.8 * self.seconds + 0.2 * seconds
-        self.samples += 1
-        self.last = cycle
+    def observe(self: Any, depth: int, seconds: float, *, first_noise: float = 0.0) -> bool:
+        seen = self.samples[depth]
+        before = math.exp(self.mean[depth]) if seen else seconds
+        self.mean = self.mean.copy()
+        self.mean[depth] = math.log(0.8 * before + 0.2 * seconds)
+        self.samples[depth] += 1
+        self.known[depth] = self.measured[depth] = True
+        return True
 
-    patch.setattr(depth._Cost, "add", add)
+    patch.setattr(costs.StepCosts, "observe", observe)
+    patch.setattr(costs.Costs, "_drop_firsts", lambda self: None)
 
 
 def depth_0_is_no_candidate(patch: pytest.MonkeyPatch) -> None:
@@ -333,25 +339,22 @@ def depth_0_is_no_candidate(patch: pytest.MonkeyPatch) -> None:
 
 
 def acceptance_never_fades(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth, "FADE", 1.0)
+    patch.setattr(acceptance, "FADE", 1.0)
+    patch.setattr(acceptance, "MOST_TRIALS", math.inf)
 
 
 def costs_are_never_measured_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth._Bucket, "probe", lambda *_: None)
-
-
-def probes_cost_what_they_like(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth, "PROBE_SHARE", 1e9)
+    patch.setattr(depth.AutoDepth, "_probe", lambda *_: None)
 
 
 def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Any, rates: dict[int, float], cycle: int) -> None:
-        if self.depth:
-            settle_well(self, rates, cycle)
+    best = depth.AutoDepth._best
 
-    settle_well = depth._Bucket.settle
-    patch.setattr(depth._Bucket, "settle", settle)
-    patch.setattr(depth._Bucket, "probe", lambda *_: None)
+    def stuck(self: Any, rates: list[float], known: Any, use: Any) -> int:
+        return 0 if use.depth == 0 else best(self, rates, known, use)
+
+    patch.setattr(depth.AutoDepth, "_best", stuck)
+    patch.setattr(depth.AutoDepth, "_probe", lambda *_: None)
 
 
 def the_loop_polls(patch: pytest.MonkeyPatch) -> None:
@@ -393,12 +396,6 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (depth_0_is_no_candidate, partial(test_depth.test_speculation_that_loses_is_off, 1)),
     (acceptance_never_fades, partial(test_depth.test_follows_acceptance_down_and_up_again, 16)),
     (costs_are_never_measured_again, test_depth.test_follows_a_change_of_cost),
-    (
-        probes_cost_what_they_like,
-        partial(
-            test_depth.test_auto_is_never_much_worse_than_the_best_depth, test_depth.very_steep, 8
-        ),
-    ),
     (speculation_off_is_sticky, partial(test_depth.test_follows_acceptance_down_and_up_again, 1)),
     (the_loop_polls, run_async(test_loop.check_idle, "plain")),
     (
