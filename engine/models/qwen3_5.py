@@ -29,6 +29,7 @@ from engine.models.qwen3_5_config import Qwen35Config
 from engine.ops import (
     Rotation,
     causal_conv,
+    columns,
     first_rows,
     fuse_linears,
     pad_rows,
@@ -71,8 +72,7 @@ class Attention(Module):
         rows = batch * width
         if "qkv_proj" in self:
             width_q, width_k = 2 * self.heads * self.head_dim, self.kv_heads * self.head_dim
-            ends = [width_q, width_q + width_k]
-            q, k, v = mx.split(first_rows(self.qkv_proj(x), rows), ends, axis=-1)
+            q, k, v = columns(first_rows(self.qkv_proj(x), rows), width_q, width_k, width_k)
         else:
             q, k, v = (first_rows(f(x), rows) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, gate = mx.split(q.reshape(batch, width, self.heads, 2 * self.head_dim), 2, axis=-1)
@@ -157,10 +157,9 @@ class DeltaNet(Module):
         """u [B, W, C], z [B, W, Hv·Dv], b and a [B, W, Hv]."""
         rows = batch * width
         if "in_proj" in self:
-            values = self.v_heads * self.v_dim
-            ends = [self.channels, self.channels + values, self.channels + values + self.v_heads]
             joined = first_rows(self.in_proj(x), rows).reshape(batch, width, -1)
-            return tuple(mx.split(joined, ends, axis=-1))
+            values = self.v_heads * self.v_dim
+            return tuple(columns(joined, self.channels, values, self.v_heads, self.v_heads))
         layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         return tuple(first_rows(f(x), rows).reshape(batch, width, -1) for f in layers)
 
@@ -222,6 +221,7 @@ class SwiGLU(Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
+        self.width = width
         self.gate_proj = Linear(hidden, width, bias=False)
         self.up_proj = Linear(hidden, width, bias=False)
         self.down_proj = Linear(width, hidden, bias=False)
@@ -234,7 +234,7 @@ class SwiGLU(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         if "gate_up_proj" in self:
-            gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+            gate, up = columns(self.gate_up_proj(x), self.width, self.width)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(silu(gate) * up)

@@ -6,21 +6,20 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
+from mlx.nn.layers.linear import Linear
 
 from engine.models.qwen3_5 import Qwen35Model
+from engine.ops import columns, fuse_linears
 from engine.solo import generate
 from engine.widths import CANDIDATES, Widths, measure_widths
 from tests.engine.small import engine_over, greedy, prompts, small_model
 
-H200 = Widths(
-    {1: 167.0, 2: 72.0, 3: 99.0, 4: 117.0, 5: 154.0, 6: 176.0, 7: 199.0, 8: 31.0}
-    | {12: 42.0, 16: 29.0, 24: 65.0, 32: 42.0, 48: 65.0, 64: 48.0}
-)
+H200 = Widths({1: 80.0, 2: 119.0, 3: 164.0, 4: 200.0, 8: 88.0, 16: 80.0, 32: 104.0, 64: 122.0})
 
 
 @pytest.mark.parametrize(
     ("rows", "padded"),
-    [(1, 16), (4, 16), (8, 8), (9, 16), (12, 16), (16, 16), (17, 32), (24, 32), (33, 64), (65, 65)],
+    [(1, 1), (2, 16), (4, 16), (5, 16), (8, 8), (9, 16), (16, 16), (17, 32), (33, 64), (65, 65)],
 )
 def test_the_cheapest_width_is_taken(rows: int, padded: int) -> None:
     assert H200.padded(rows) == padded
@@ -40,6 +39,22 @@ def test_all_widths_are_measured() -> None:
     measured = measure_widths(lambda x: [x @ x.T], 16, mx.float32)
     assert tuple(measured.seconds) == CANDIDATES
     assert all(0 < seconds < 60 for seconds in measured.seconds.values())
+
+
+def test_fused_products_may_be_wider_than_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: packed, and filled up to whole tiles."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    parts = []
+    for size in (64, 40, 8):
+        linear = Linear(64, size, bias=False)
+        linear.weight = mx.random.normal((size, 64), key=mx.random.key(size))
+        parts.append(linear.to_quantized(64, 4))
+    fused = fuse_linears(parts)
+    assert fused is not None
+    assert fused.weight.shape[0] == 128
+    x = mx.random.normal((3, 64), key=mx.random.key(0))
+    for part, cut in zip(parts, columns(fused(x), 64, 40, 8), strict=True):
+        assert mx.allclose(part(x), cut, atol=1e-5)
 
 
 @dataclass(frozen=True)
