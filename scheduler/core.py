@@ -56,6 +56,7 @@ from engine.plan import (
     KeepRow,
     PrefillChunk,
     RowResult,
+    SavedPrefix,
     StepPlan,
     StepResult,
 )
@@ -68,6 +69,7 @@ from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.prefill import PrefillPlanner
+from scheduler.prefix import Entry
 from scheduler.queue import WaitingQueue
 from scheduler.request import (
     Event,
@@ -80,6 +82,7 @@ from scheduler.request import (
     Tokens,
 )
 from scheduler.sequence import Sequence, joined
+from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
 from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
 
@@ -282,10 +285,14 @@ class SchedulerCore:
         )
         return self._planned(plan, ticket)
 
-    def plan_drops(self) -> StepPlan:
-        """A step that only drops evicted boundaries; empty when there are none."""
+    def plan_ends(self, now: float) -> StepPlan:
+        """A step that runs nothing: it keeps and releases ended rows and drops evicted boundaries.
+        Empty when there are none."""
         ticket = Ticket(step=self._next_step)
-        return self._planned(StepPlan(step=ticket.step, drop=self.keeping.cache.planned()), ticket)
+        keep, release = self._reap(now)
+        drop = self.keeping.cache.planned()
+        plan = StepPlan(step=ticket.step, keep=keep, release=release, drop=drop)
+        return self._planned(plan, ticket)
 
     def _planned(self, plan: StepPlan, ticket: Ticket) -> StepPlan:
         if not plan.is_empty:
@@ -296,7 +303,7 @@ class SchedulerCore:
     def _cohorts(self) -> tuple[list[Sequence], list[Sequence]]:
         """Rows that can decode now: free ones and guided ones."""
         ready = [s for s in self._rows.values() if s.can_decode]
-        guided = [s for s in ready if s.guided]
+        guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
 
     def _expire(self, now: float) -> None:
@@ -434,7 +441,18 @@ class SchedulerCore:
             return 0
         sequence.record(row, now)
         self._meter.row(row)
-        self._outbox.append((sequence.request_id, _tokens(sequence, row, now)))
+        prompt = None
+        if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
+            prompt = joined(sequence.prompt_logprobs)
+        burst = Tokens(
+            ids=row.tokens,
+            logprobs=row.logprobs,
+            prompt_logprobs=prompt,
+            drafted=row.drafted,
+            accepted=row.accepted,
+            at=now,
+        )
+        self._outbox.append((sequence.request.request_id, burst))
         if row.finish is not None:
             reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
             self._end(sequence, reason, now, "")
@@ -472,6 +490,32 @@ class SchedulerCore:
         self._meter.end(reason, sequence.emitted)
         finished = Finished(reason=reason, usage=sequence.usage(now), detail=detail)
         self._outbox.append((sequence.request_id, finished))
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    def release_session(self, session_id: str) -> bool:
+        """Unpin what a session keeps; False when it keeps nothing. A turn that still runs pins its
+        end anew."""
+        return self.keeping.sessions.release(session_id)
+
+    def sessions(self, now: float) -> list[SessionInfo]:
+        """Sessions that keep something, least recently used first."""
+        self.keeping.sessions.expire(now)
+        return self.keeping.sessions.list()
+
+    def begin_import(self, saved: SavedPrefix) -> Entry:
+        """Room for a file's prefix; then `plan_ends`, the engine's import unless it is ready, and
+        `finish_import` or `keeping.cancel_import`, all with no other plan in between.
+
+        Raises NoRoomError, with the numbers.
+        """
+        return self.keeping.begin_import(saved, rows=bool(self._rows))
+
+    def finish_import(self, entry: Entry, session_id: str, now: float) -> SessionInfo:
+        """The engine has it: pin it."""
+        turn, self._next_turn = self._next_turn, self._next_turn + 1
+        self.keeping.finish_import(entry, session_id, turn=turn, now=now)
+        return self.keeping.sessions.list()[-1]
 
     # --- looking in ------------------------------------------------------------------------------
 
@@ -525,18 +569,3 @@ class SchedulerCore:
             **self._meter.snapshot(),
             **self.keeping.snapshot(),
         )
-
-
-def _tokens(sequence: Sequence, row: RowResult, now: float) -> Tokens:
-    """A burst as its reader sees it; the first one brings the prompt's log probabilities."""
-    prompt = None
-    if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
-        prompt = joined(sequence.prompt_logprobs)
-    return Tokens(
-        ids=row.tokens,
-        logprobs=row.logprobs,
-        prompt_logprobs=prompt,
-        drafted=row.drafted,
-        accepted=row.accepted,
-        at=now,
-    )

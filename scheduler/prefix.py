@@ -338,9 +338,10 @@ def _starts_with(tokens: Tokens, prefix: Tokens) -> bool:
 
 
 def _unlist(index: dict[bytes, dict[int, Entry]], key: bytes, entry: Entry) -> None:
-    del index[key][entry.boundary]
-    if not index[key]:
-        del index[key]
+    under = index.get(key, {})
+    under.pop(entry.boundary, None)  # gone already where two of its hashes are equal
+    if not under:
+        index.pop(key, None)
 
 
 def _check(holds: bool, message: str) -> None:
