@@ -65,6 +65,9 @@ class Multiples:
         self._mask = np.packbits(bits, bitorder="little").view(np.uint32)
         self._vocab_size = vocab_size
 
+    def __repr__(self) -> str:
+        return f"Multiples({self.step})"
+
     def fresh(self) -> Multiples:
         return Multiples(self.step, self._vocab_size)
 
@@ -371,8 +374,9 @@ def fuzz(
     while made < requests or waiting:
         while made < requests and len(waiting) < 3:
             request = random_request(rng, made, bench.now, bench.streams.values())
-            waiting += samples(rng, request)
-            made += 1
+            several = samples(rng, request)[: requests - made]
+            waiting += several
+            made += len(several)
         for request in list(waiting):
             if rng.random() < 0.5:
                 try:

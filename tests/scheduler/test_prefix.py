@@ -1,5 +1,5 @@
-"""Prefix reuse, groups, guided rows: one promise at a time. `FakeEngine` reads what is in its pages,
-and `Bench.finish` compares every stream with what its request would have got alone."""
+"""Prefix reuse, groups, guided rows: one promise at a time. `FakeEngine` reads what is in its
+pages, and `Bench.finish` compares every stream with what its request would have got alone."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ def test_the_next_turn_prefills_only_what_is_new(in_flight: int) -> None:
     first = b.submit(make_request("a", prompt=21, max_tokens=10))
     b.run()
     history = [*range(1, 22), *first.tokens]
-    second = b.submit(make_request("b", prompt=[*history, 7, 8, 9], max_tokens=10))
+    second = b.submit(make_request("b", prompt=[*history, *range(50, 74)], max_tokens=10))
     b.run()
     assert usage(first).cached_tokens == 0
     assert usage(second).cached_tokens == 30, "all but the last token, which is in no cache"
-    assert prefilled(b.engine.plans)[-2:] == [(2, 30, 2), (2, 32, 2)], "cut where it always is"
+    chunks = prefilled(b.engine.plans)[-3:]
+    assert chunks == [(2, 30, 2), (2, 32, 16), (2, 48, 7)], "cut where it always is"
     statistics = b.core.statistics(b.now)
     assert (statistics.prefix_lookups, statistics.prefix_hits) == (2, 1)
     assert statistics.cached_tokens == 30
-    assert statistics.prompt_tokens == 21 + 4
+    assert statistics.prompt_tokens == 21 + 25
     assert statistics.pages_cached == statistics.pages_used > 0
     b.finish()
 
@@ -203,7 +204,7 @@ def test_a_fault_leaves_nothing() -> None:
     assert usage(bad).cached_tokens > 0
     assert bad.finished is not None
     assert bad.finished.reason is FinishReason.FAULT
-    assert b.core.statistics(b.now).evictions["fault"] == 1
+    assert b.core.statistics(b.now).evictions.get("fault") == 1
     assert not any(e.position == usage(bad).cached_tokens for e in b.core.keeping.cache)
     b.finish()
 
@@ -214,7 +215,7 @@ def test_a_boundary_that_failed_is_used_by_nobody() -> None:
     core = SchedulerCore(info=info, config=SchedulerConfig(prefill_chunk=16), max_in_flight=2)
     core.submit(make_request("a", prompt=40, group="g"), 0.0)
     core.submit(make_request("b", prompt=40, group="g"), 0.0)
-    core.plan(0.0), core.plan(0.0)  # noqa: B018
+    core.plan(0.0), core.plan(0.0)
     core.commit(StepResult(step=0), 0.0)
     core.commit(StepResult(step=1), 0.0)
     plan = core.plan(0.0)
@@ -358,7 +359,7 @@ def test_a_leader_that_leaves_is_followed_by_another() -> None:
 def test_a_group_has_one_prompt() -> None:
     b = bench()
     b.submit(make_request("a", prompt=5, group="g"))
-    with pytest.raises(InvalidRequestError, match="group: .*same prompt"):
+    with pytest.raises(InvalidRequestError, match=r"group: .*same prompt"):
         b.submit(make_request("b", prompt=6, group="g"))
     b.finish()
     b.submit(make_request("c", prompt=6, group="g"))  # the name is free again
@@ -413,9 +414,9 @@ def test_guided_rows_alone_do_not_spin() -> None:
 def test_much_is_shared_and_nothing_is_lost(in_flight: int) -> None:
     """Every stream is what its request gets alone (`Bench.finish`), however tight memory is."""
     for engine in ({}, {"boundaries": 3}, {"pages": 24}, {"page_size": 16, "pages": 15}):
-        statistics = fuzz(seed=5, requests=120, in_flight=in_flight, **engine).core.statistics(1e9)
-        assert statistics.prefix_hits > 10
-        assert statistics.guided_cycles > 10
+        statistics = fuzz(seed=5, requests=70, in_flight=in_flight, **engine).core.statistics(1e9)
+        assert statistics.prefix_hits > 5
+        assert statistics.guided_cycles > 5
 
 
 def test_with_and_without_the_same_tokens() -> None:

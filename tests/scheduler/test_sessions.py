@@ -235,7 +235,7 @@ async def test_what_cannot_be_imported(tmp_path: Path) -> None:
         with pytest.raises(NoRoomError, match="0 boundaries"):
             await s.import_session(path)
     async with scheduler("pipelined", pages=9) as s:
-        with pytest.raises(NoRoomError, match="10 pages are needed; .* 9 of 9"):
+        with pytest.raises(NoRoomError, match=r"10 pages are needed; .* 9 of 9"):
             await s.import_session(path)
         assert s.statistics().pages_used == 0
         assert (await drink(s, make_request("b", prompt=5)))[0]
