@@ -17,7 +17,8 @@ Each step carries prefill chunks and the decode cohorts side by side, so none st
 with a constraint are a cohort of their own, planned only when no step in flight names them.
 
 The parts: `scheduler.prefill` (who starts, and from what), `scheduler.prefix` and
-`scheduler.sessions` (what is kept), `scheduler.depth` (how deep a cohort drafts).
+`scheduler.sessions` (what is kept), `scheduler.cohorts` and `scheduler.depth` (who decodes how
+deep).
 
 Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
@@ -49,7 +50,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan import (
-    DecodeBatch,
     EngineFailedError,
     EngineInfo,
     Finish,
@@ -62,8 +62,9 @@ from engine.plan import (
 )
 from scheduler.admission import Limits, validate
 from scheduler.books import check_books
+from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
-from scheduler.depth import DepthPolicy, depth_policy
+from scheduler.depth import depth_policy
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
@@ -104,14 +105,20 @@ class SchedulerCore:
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
         self._max_rows = min(config.max_rows, info.max_rows)
-        self._depth = depth_policy(config.depth, info.max_depth)
-        self._guided_depth = depth_policy(config.depth, info.max_depth)
         self._queue = WaitingQueue(
             max_requests=config.max_queue, max_tokens=config.max_queued_tokens
         )
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
         self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
+        self._free, self._guided = (
+            CohortPlanner(
+                policy=depth_policy(config.depth, info.max_depth),
+                tables=self._tables,
+                memory=self._memory,
+            )
+            for _ in range(2)
+        )
         self._groups = Groups()
         self.keeping = Keeping(info=info, config=config, pool=self._pool)
         """Prefixes and sessions."""
@@ -279,10 +286,11 @@ class SchedulerCore:
             release=release,
             copies=copies,
             prefill=tuple(chunk for _, chunk in ticket.chunks),
-            decode=self._decode(free, ticket.decode, self._depth, alone),
-            guided=self._decode(guided, ticket.guided, self._guided_depth, alone),
+            decode=self._free.plan(free, ticket.decode, alone=alone),
+            guided=self._guided.plan(guided, ticket.guided, alone=alone),
             drop=self.keeping.cache.planned(),
         )
+        self._meter.cohorts(plan)
         return self._planned(plan, ticket)
 
     def plan_ends(self, now: float) -> StepPlan:
@@ -331,31 +339,6 @@ class SchedulerCore:
             self._memory.free(sequence)
         return tuple(keep), tuple(sequence.row for sequence in ended)
 
-    def _decode(
-        self, rows: list[Sequence], cohort: Cohort, policy: DepthPolicy, alone: bool
-    ) -> DecodeBatch | None:
-        """One cohort's cycle. `alone`: the step runs nothing else."""
-        if not rows:
-            return None
-        caps = [sequence.depth_cap for sequence in rows]
-        depth = policy.choose(caps, prefilling=not alone)
-        limits = [min(cap, depth) for cap in caps]
-        for sequence, limit in zip(rows, limits, strict=True):
-            self._memory.grow(sequence, sequence.reach(depth))
-            sequence.tickets += 1
-            sequence.ceiling += limit + 1
-            sequence.floor += 1
-            cohort.rows.append((sequence, limit + 1))
-        cohort.depth = depth
-        guided = policy is self._guided_depth
-        self._meter.cohort(depth=depth, rows=len(rows), guided=guided)
-        return DecodeBatch(
-            rows=tuple(sequence.row for sequence in rows),
-            pages=self._tables.gather([sequence.slot for sequence in rows]),
-            depth=depth,
-            limits=tuple(limits),
-        )
-
     # --- commit ----------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float) -> list[tuple[str, Event]]:
@@ -376,8 +359,10 @@ class SchedulerCore:
         self._prefill.saved(ticket)
         alone = not (ticket.chunks or (ticket.decode.rows and ticket.guided.rows))
         time = result.device_s if alone else None
-        tokens += self._apply_cohort(ticket.decode, rows, self._depth, time, now)
-        tokens += self._apply_cohort(ticket.guided, rows, self._guided_depth, time, now)
+        for planner, cohort in ((self._free, ticket.decode), (self._guided, ticket.guided)):
+            decoded = [rows.pop(sequence.row, None) for sequence, _ in cohort.rows]
+            tokens += self._apply_cohort(cohort, decoded, now)
+            planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
@@ -396,31 +381,14 @@ class SchedulerCore:
             return 0
         return self._apply(sequence, row, 1, now)
 
-    def _apply_cohort(
-        self,
-        cohort: Cohort,
-        results: dict[int, RowResult],
-        policy: DepthPolicy,
-        device_s: float | None,
-        now: float,
-    ) -> int:
-        """Give a cohort its results, taking them out of `results`; returns tokens as `_apply`
-        does."""
-        if not cohort.rows:
-            return 0
+    def _apply_cohort(self, cohort: Cohort, decoded: list[RowResult | None], now: float) -> int:
+        """Give a cohort its results; returns tokens as `_apply` does."""
         tokens = 0
-        decoded = [results.pop(sequence.row, None) for sequence, _ in cohort.rows]
         for (sequence, most), row in zip(cohort.rows, decoded, strict=True):
             sequence.tickets -= 1
             sequence.ceiling -= most
             sequence.floor -= 1
             tokens += self._apply(sequence, row, most, now)
-        policy.observe(
-            [row for row in decoded if row],
-            depth=cohort.depth,
-            rows=len(cohort.rows),
-            device_s=device_s,
-        )
         return tokens
 
     def _apply(self, sequence: Sequence, row: RowResult | None, most: int, now: float) -> int:
@@ -564,7 +532,7 @@ class SchedulerCore:
             prompt_tokens_per_second=self._meter.prefilled.per_second(now),
             depth=self._meter.depth,
             step_s=self._meter.step_s,
-            step_times=self._depth.step_times(),
+            step_times=self._free.step_times(),
             oldest_wait_s=now - head.submitted_at if head else 0.0,
             **self._meter.snapshot(),
             **self.keeping.snapshot(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.plan import MAX_DEPTH, RowResult, StepResult
+from engine.plan import MAX_DEPTH, RowResult, StepPlan, StepResult
 from scheduler.request import FinishReason
 from scheduler.sequence import per_position
 
@@ -182,13 +182,16 @@ class Meter:
             self.generated_tokens += tokens
             self.generated.add(tokens, now)
 
-    def cohort(self, *, depth: int, rows: int, guided: bool) -> None:
-        self.depth = depth
-        self.cycles_by_depth[depth] += 1
-        self.row_cycles += rows
-        if guided:
+    def cohorts(self, plan: StepPlan) -> None:
+        """A step's decode cycles."""
+        for batch in (plan.guided, plan.decode):
+            if batch is not None:
+                self.depth = batch.depth
+                self.cycles_by_depth[batch.depth] += 1
+                self.row_cycles += len(batch.rows)
+        if plan.guided is not None:
             self.guided_cycles += 1
-            self.guided_row_cycles += rows
+            self.guided_row_cycles += len(plan.guided.rows)
 
     def end(self, reason: FinishReason, tokens: int) -> None:
         self.finished[reason] += 1

@@ -16,6 +16,7 @@ import pytest
 
 from engine.plan import EngineFailedError, KeepRow
 from scheduler import RequestHandle, Scheduler, depth, prefix
+from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
 from scheduler.groups import Groups
 from scheduler.memory import RowMemory
@@ -206,11 +207,11 @@ def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def prefill_holds_up_decode(patch: pytest.MonkeyPatch) -> None:
-    def plan(self: SchedulerCore, rows: Any, cohort: Any, policy: Any, alone: bool) -> Any:
-        return decode_well(self, rows, cohort, policy, alone) if alone else None
+    def plan(self: CohortPlanner, rows: Any, cohort: Any, *, alone: bool) -> Any:
+        return plan_well(self, rows, cohort, alone=alone) if alone else None
 
-    decode_well = SchedulerCore._decode
-    patch.setattr(SchedulerCore, "_decode", plan)
+    plan_well = CohortPlanner.plan
+    patch.setattr(CohortPlanner, "plan", plan)
 
 
 @mutation
@@ -262,12 +263,12 @@ def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
-    def decode(self: SchedulerCore, *args: Any) -> Any:
+    def cohorts(self: SchedulerCore) -> Any:
         paused = any(s.paused_at is not None for s in self._live.values())
-        return None if paused else decode_well(self, *args)
+        return ([], []) if paused else cohorts_well(self)
 
-    decode_well = SchedulerCore._decode
-    patch.setattr(SchedulerCore, "_decode", decode)
+    cohorts_well = SchedulerCore._cohorts
+    patch.setattr(SchedulerCore, "_cohorts", cohorts)
 
 
 @mutation

@@ -4,6 +4,7 @@ pages, and `Bench.finish` compares every stream with what its request would have
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -413,7 +414,8 @@ def test_guided_rows_alone_do_not_spin() -> None:
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_much_is_shared_and_nothing_is_lost(in_flight: int) -> None:
     """Every stream is what its request gets alone (`Bench.finish`), however tight memory is."""
-    for engine in ({}, {"boundaries": 3}, {"pages": 24}, {"page_size": 16, "pages": 15}):
+    tight: list[dict[str, Any]] = [{"boundaries": 3}, {"pages": 24}, {"page_size": 16, "pages": 15}]
+    for engine in ({}, *tight):
         statistics = fuzz(seed=5, requests=70, in_flight=in_flight, **engine).core.statistics(1e9)
         assert statistics.prefix_hits > 5
         assert statistics.guided_cycles > 5
