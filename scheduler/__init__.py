@@ -19,6 +19,7 @@ from scheduler.request import (
     Tokens,
     Usage,
 )
+from scheduler.sessions import NoRoomError, SessionInfo, UnknownSessionError
 from scheduler.statistics import Statistics
 
 __all__ = [
@@ -30,15 +31,18 @@ __all__ = [
     "IntegrityError",
     "InvalidRequestError",
     "Limits",
+    "NoRoomError",
     "NotRunningError",
     "QueueFullError",
     "RequestHandle",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerCore",
+    "SessionInfo",
     "Statistics",
     "StepRecord",
     "SubmitError",
     "Tokens",
+    "UnknownSessionError",
     "Usage",
 ]

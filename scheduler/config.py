@@ -55,6 +55,19 @@ class SchedulerConfig:
     """Seconds a paused stream may go unread before it is ended: a paused row holds pages that
     others wait for."""
 
+    prefix_cache: bool = True
+    """Keep prefixes that later requests can start from, in memory the engine has set aside
+    (`EngineInfo.boundaries`) and in pages that no row needs. Never changes a token beyond what the
+    engine promises of equal prefixes."""
+
+    session_ttl_s: float = 600.0
+    """Seconds after its last use for which a session's end is pinned."""
+
+    max_sessions: int = 256
+    """Sessions that are pinned at once; one more unpins the one unused the longest. A pin is kept
+    from ordinary eviction only: when a queued request or another session's end could not have room
+    otherwise, pinned ends go too, least recently used first."""
+
     loop: LoopKind = "pipelined"
     """`pipelined` submits step n + 1 before it reads step n; `plain` waits for each step. Same
     tokens; plain is there to be read, and to compare with."""
@@ -66,13 +79,14 @@ class SchedulerConfig:
     """Seconds over which tokens per second are measured."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_queued_tokens", "max_rows"):
+        for name in ("max_queue", "max_queued_tokens", "max_rows", "max_sessions"):
             _at_least_one(name, getattr(self, name))
         _at_least_one("stream_buffer", self.stream_buffer)
         for name in ("max_prompt_tokens", "max_completion_tokens", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        for name in ("slow_reader_timeout_s", "close_timeout_s", "rate_window_s"):
+        seconds = ("slow_reader_timeout_s", "session_ttl_s", "close_timeout_s", "rate_window_s")
+        for name in seconds:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0 seconds")
         if self.depth != "auto" and not (
