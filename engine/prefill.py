@@ -117,7 +117,7 @@ class Prefill:
         return seen
 
     def _report(self, row: PrefillRow, hidden: mx.array, tokens: mx.array) -> mx.array | None:
-        """Records [n, …] of the chunk's tokens (`engine.logprobs`), each under the hidden before."""
+        """Records [n, …] of the chunk's tokens, each under the hidden before it."""
         if row.spec.prompt_logprobs is None:
             return None
         before, tokens = _shifted(row, hidden, tokens)
