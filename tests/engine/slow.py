@@ -243,6 +243,9 @@ class Pattern:
         self._vocab, self._modulus, self._length, self._end = vocab, modulus, length, end
         self.tokens: list[int] = []
         self.asked = 0
+        """Questions so far."""
+        self.refused = 0
+        """Of them, about drafts that are not allowed."""
 
     def _allowed(self, count: int) -> set[int]:
         if self._length is not None and count >= self._length:
@@ -255,6 +258,7 @@ class Pattern:
         count = len(self.tokens)
         for place, token in enumerate(drafted):
             if token not in self._allowed(count + place):
+                self.refused += 1
                 return None
         words = np.zeros(-(-self._vocab // 32), np.uint32)
         for token in self._allowed(count + len(drafted)):
