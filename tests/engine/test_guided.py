@@ -266,51 +266,80 @@ def test_plans_that_put_rows_into_the_wrong_cohort_are_refused(model: Qwen35Mode
     engine.collect()
 
 
-@pytest.fixture
-def slow_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trunk pass begins with enough work to be still running when the host goes on."""
-    right = Qwen35Model.trunk
-
-    def trunk(self: Qwen35Model, tokens: mx.array, *rest: Any, **options: Any) -> Any:
-        work = mx.random.normal((400, 400), key=mx.random.key(1))
-        for _ in range(3):
-            work = work @ work * 0.01
-        late = tokens + (work[0, 0] > 1e30).astype(mx.int32)
-        return right(self, late, *rest, **options)
-
-    monkeypatch.setattr(Qwen35Model, "trunk", trunk)
-
-
 def _peak_above_pools(model: Qwen35Model) -> tuple[int, int]:
     """(peak of a run beyond the pools themselves, bytes of one pool's keys)."""
     gc.collect()
     before = mx.get_active_memory()
-    engine = engine_over(model, pages=16000, trace=False)
+    engine = engine_over(model, pages=8000, trace=False)
     driver = Driver(engine)
     driver.join(0, [3, 1, 4], greedy(200, seed=0))
     driver.join(1, [1, 5], replace(ROWS[0].ready()[1], max_tokens=200, stop_ids=()))
-    driver.decode([0, 1], depth=2)
+    for cycle in range(4):
+        driver.decode([0, 1], depth=cycle)
     mx.reset_peak_memory()
-    for cycle in range(6):
-        driver.decode([0, 1], depth=cycle % 3)
+    for cycle in range(12):
+        driver.decode([0, 1], depth=cycle % 4)
     mx.synchronize()
     total = sum(pool.nbytes for pool in engine._pools)
     return mx.get_peak_memory() - before - total, engine._pools[0].keys.nbytes
 
 
-@pytest.mark.usefixtures("slow_trunk")
 def test_two_cohorts_of_a_step_update_the_pools_in_place(model: Qwen35Model) -> None:
     above, pool = _peak_above_pools(model)
     assert above < pool / 2
 
 
-@pytest.mark.usefixtures("slow_trunk")
-def test_a_guided_cohort_that_does_not_wait_copies_the_pools(
+def test_a_free_part_held_while_the_guided_part_runs_copies_the_pools(
     model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MLXEngine, "_wait_in_submit", lambda self, step, other: None)
+    right = MLXEngine._dispatch
+    held: list[mx.array] = []
+
+    def holding(self: MLXEngine, step: Any) -> None:
+        held[:] = step.pending
+        right(self, step)
+
+    monkeypatch.setattr(MLXEngine, "_dispatch", holding)
     above, pool = _peak_above_pools(model)
     assert above > pool / 2
+
+
+def test_the_device_has_work_while_a_constraint_thinks(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free cohort handed over, then the first question; waited for before anything is read, so
+    that no pool is written while it runs (a GPU would make MLX copy it)."""
+    events: list[str] = []
+    engine = engine_over(model, trace=False)
+    driver = Driver(engine)
+    driver.join(0, [3, 1, 4], greedy(20))
+    driver.join(1, *ROWS[0].ready())
+    hand_over, wait = mx.async_eval, MLXEngine._await
+    mask, prefixes = slow.Pattern.mask, Guide._prefixes
+
+    def note(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            events.append(name)
+            return right(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(mx, "async_eval", note("hand over", hand_over))
+    monkeypatch.setattr(MLXEngine, "_await", note("wait", wait))
+    monkeypatch.setattr(slow.Pattern, "mask", note("ask", mask))
+    monkeypatch.setattr(Guide, "_prefixes", note("read", prefixes))
+    driver.decode([0, 1], depth=1)
+    assert events == [
+        "hand over",  # the free cohort
+        "read",  # no drafts yet: nothing is read
+        "ask",
+        "read",
+        "wait",
+        "ask",
+        "wait",
+        "hand over",  # the guided cohort
+        "wait",  # collect
+    ]
 
 
 def test_masks_are_unpacked_bit_by_bit() -> None:
