@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.plan import Logprobs
 
 SLICE = 64
-"""Most positions of a prompt whose logits exist at a time."""
+"""Positions of a prompt whose logits are made at a time; two slices are the most that exist."""
 
 
 def record(logits: mx.array, tokens: mx.array, top: int) -> mx.array:
@@ -52,7 +52,7 @@ def prompt_records(
     """Records [n, 1 + 2 top] of the prompt tokens [1, n] that follow hiddens [1, n, H].
 
     The logits of a whole chunk would be n · V floats; each slice waits for the one before it, so
-    that no more than one slice of logits exists at a time.
+    that the transient does not grow with the chunk.
     """
     parts: list[mx.array] = []
     for start in range(0, tokens.shape[1], SLICE):

@@ -20,7 +20,6 @@ from engine.plan import MAX_LOGPROBS, PrefillChunk, RowSpec, SamplingParams, Ste
 from engine.prefill import Prefill
 from engine.rules import History, LogitRules
 from engine.solo import SoloResult, generate
-from tests.engine import slow
 from tests.engine.driver import Driver
 from tests.engine.small import OracleCycle, engine_over, greedy, small_model
 from tests.engine.test_slow import VOCAB, Request, judge_all
@@ -377,15 +376,3 @@ def test_huge_rules_do_not_overflow(model: Qwen35Model) -> None:
     row = request(1, logit_bias=((4, 3e38),), repetition_penalty=1e-30, prompt=[4, 9])
     result = generate(engine_over(model), [row.ready()], depth=2)[0]
     assert result.tokens == [4] * LENGTH
-
-
-def test_probabilities_of_a_slice_and_its_order_on_ties() -> None:
-    """Ties go to the lowest ids, in the set and in the order."""
-    from engine.logprobs import read, record
-
-    logits = mx.array([[[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, 0.0]]])
-    ranked = (1, 3, 2, 4, 5, 0, 6)
-    for top in (0, 1, 3, 4, 7, 9):
-        found = read(np.array(record(logits, mx.array([[5]]), top))[0], top)
-        assert found.top_ids == (ranked[:top],)
-        slow.check_logprobs(found, [np.array(logits)[0, 0].astype(np.float64)], [5], top)
