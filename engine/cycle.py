@@ -104,19 +104,21 @@ class DecodeCycle:
         positions = rows.length[:, None] + mx.arange(1, width + 1, dtype=mx.int32)[None, :]
         noise = make_noise(statics, positions, self._model.config.vocab_size)
         drafts = self._draft(rows, statics, table, depth, noise, guide) if depth else None
-        none = mx.zeros((rows.primary.shape[0], 0), mx.int32)
-        proposed = none if drafts is None else drafts.tokens
-        tokens = mx.concatenate([rows.primary[:, None], proposed], axis=1)
+        tokens = rows.primary[:, None]
+        proposed = tokens[:, :0] if drafts is None else drafts.tokens
+        if drafts is not None:
+            tokens = mx.concatenate([tokens, proposed], axis=1)
         where = window(rows.length, width, table, self._page_size)
         hidden, trails = self._model.trunk(
             tokens, where, self._pools, list(rows.states), keep=depth > 0 and self._keep_states
         )
         logits = self._model.head(hidden)
-        history = now(rows.remaining, rows.counts, rows.prompted)
-        history = through(history, proposed, statics.rules)
+        history = now(rows.remaining, rows.counts, rows.prompted, statics.rules)
+        if history is not None:
+            history = through(history, proposed, statics.rules)
         mask = None if guide is None else guide.verify_mask(proposed)
         ruled = apply_rules(logits, statics.rules, history, mask)
-        decided = _decide(drafts, ruled, statics, noise, limits)
+        decided = _decide(drafts, proposed, ruled, statics, noise, limits)
         broken = None if guide is None else guide.broken
         return self._commit(rows, statics, table, decided, limits, logits, hidden, trails, broken)
 
@@ -135,7 +137,7 @@ class DecodeCycle:
         last = mx.maximum(rows.pending_count - 1, 0)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
         past = DraftPast(self._mtp_pool, table, rows.length) if depth > 1 else None
-        history = now(rows.remaining, rows.counts, rows.prompted)
+        history = now(rows.remaining, rows.counts, rows.prompted, statics.rules)
         tokens: list[mx.array] = []
         laws: list[mx.array] = []
         for step in range(depth):
@@ -149,7 +151,8 @@ class DecodeCycle:
                 token = sample(law, statics, noise, step, Purpose.DRAFT)
                 laws.append(law)
             tokens.append(token)
-            history = history.after(token, statics.rules)
+            if history is not None:
+                history = history.after(token, statics.rules)
             if past is not None and step + 1 < depth:
                 hidden = self._model.mtp_draft(hidden, token[:, None], past)
         q = mx.stack(laws, axis=1) if statics.rejects else None
@@ -255,13 +258,14 @@ class DecodeCycle:
 
 def _decide(
     drafts: Drafts | None,
+    tokens: mx.array,
     logits: mx.array,
     statics: RowStatics,
     noise: Noise | None,
     limits: mx.array,
 ) -> Acceptance:
-    """Acceptance of the drafts under the target's logits [B, W, V], rules applied."""
-    tokens = mx.zeros((logits.shape[0], 0), mx.int32) if drafts is None else drafts.tokens
+    """Acceptance of the drafts, `tokens` [B, K], under the target's logits [B, W, V], rules
+    applied."""
     if noise is None:
         best = mx.argmax(logits, axis=-1).astype(mx.int32)
         return accept_equal(tokens, best, limits)

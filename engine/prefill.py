@@ -149,7 +149,8 @@ class Prefill:
         counts = mx.zeros(seen.shape, mx.int32)
         none = mx.zeros((1, 0), mx.int32)
         mask = None if guide is None else guide.verify_mask(none)
-        ruled = apply_rules(logits, statics.rules, now(budget, counts, prompted), mask)
+        history = now(budget, counts, prompted, statics.rules)
+        ruled = apply_rules(logits, statics.rules, history, mask)
         law = shape(ruled, statics.target)[:, 0]
         noise = make_noise(statics, length[:, None], vocab)
         if noise is None:

@@ -130,23 +130,26 @@ class History:
 
     def after(self, token: mx.array, rules: LogitRules) -> History:
         """One position on, after `token` [B]; of histories of one position."""
-        if rules.neutral:
-            return self
         counts = self.counts
         if rules.counting:
             counts = add_counts(counts[:, 0], token[:, None], mx.ones_like(token)[:, None])[:, None]
         return History(remaining=self.remaining - 1, counts=counts, prompted=self.prompted)
 
 
-def now(remaining: mx.array, counts: mx.array, prompted: mx.array) -> History:
-    """The history at the rows' next position: remaining [B], counts and prompted [B, V]."""
+def now(
+    remaining: mx.array, counts: mx.array, prompted: mx.array, rules: LogitRules
+) -> History | None:
+    """The history at the rows' next position: remaining [B], counts and prompted [B, V].
+
+    None when there is no rule to ask for it, so that nothing is built.
+    """
+    if rules.neutral:
+        return None
     return History(remaining=remaining[:, None], counts=counts[:, None], prompted=prompted)
 
 
 def through(start: History, drafts: mx.array, rules: LogitRules) -> History:
     """Histories at `start` (one position) and after each of the drafts [B, K]: n = K + 1."""
-    if rules.neutral:
-        return start
     batch, depth = drafts.shape
     place = mx.arange(depth + 1, dtype=mx.int32)
     counts = start.counts
@@ -169,7 +172,7 @@ def add_counts(counts: mx.array, tokens: mx.array, times: mx.array) -> mx.array:
 
 
 def apply_rules(
-    logits: mx.array, rules: LogitRules, history: History, mask: mx.array | None = None
+    logits: mx.array, rules: LogitRules, history: History | None, mask: mx.array | None = None
 ) -> mx.array:
     """The logits [B, n, V] that the temperature is applied to.
 
@@ -178,6 +181,7 @@ def apply_rules(
     """
     allowed = mask
     if rules.stops is not None and rules.stop_from is not None:
+        assert history is not None
         early = history.remaining[..., None] > rules.stop_from
         late = ~(rules.stops & early)
         allowed = late
@@ -189,6 +193,7 @@ def apply_rules(
     if rules.bias is not None:
         logits = logits + rules.bias
     if rules.counting:
+        assert history is not None
         logits = _penalise(logits, rules, history)
     return logits if rules.bias is None and not rules.counting else mx.minimum(logits, HIGHEST)
 

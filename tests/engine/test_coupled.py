@@ -162,6 +162,28 @@ def _tally(winners: NDArray[np.int32]) -> dict[tuple[int, ...], int]:
     return {(t,): int((winners == t).sum()) for t in range(6)}
 
 
+def test_a_race_with_one_noise_agrees_as_often_as_promised() -> None:
+    """At least (1 - TV) / (1 + TV) of the time (Daliri et al. 2024, theorem 3), at most 1 - TV."""
+    rng = np.random.default_rng(3)
+    vocab, rows = 40, 20000
+    base = rng.normal(0, 1, vocab)
+    p, q = (np.exp(base + rng.normal(0, 0.3, vocab)) for _ in range(2))
+    p, q = p / p.sum(), q / q.sum()
+    distance = np.abs(p - q).sum() / 2
+    keys = mx.array([coupled_key(seed) for seed in range(rows)], mx.uint32)
+    noise = exponentials(keys, mx.full((rows, 2), 5, mx.int32) + mx.arange(2), vocab)
+    laws = [mx.array(law.astype(np.float32)) for law in (p, q)]
+
+    def agreement(first: int, second: int) -> float:
+        same = race(laws[0], noise[:, first]) == race(laws[1], noise[:, second])
+        return float(np.array(same).mean())
+
+    slack = 3 * np.sqrt(0.25 / rows)
+    assert 0.1 < distance < 0.3
+    assert (1 - distance) / (1 + distance) - slack < agreement(0, 0) < 1 - distance + slack
+    assert agreement(0, 1) < (1 - distance) / (1 + distance) - 0.2
+
+
 def test_only_coupled_sampled_rows_make_noise_of_a_vocabulary() -> None:
     def made(*rows: SamplingParams) -> tuple[bool, bool]:
         statics = make_statics([RowSpec(sampling=row, max_tokens=1) for row in rows], 9)

@@ -43,7 +43,8 @@ def test_a_row_reads_fewer_than_the_cohort_made() -> None:
 
 def _chunked(model: Qwen35Model, prompt: list[int], size: int) -> list[RowResult]:
     """Results of a prompt's chunks, one step each."""
-    engine, results = engine_over(model), []
+    engine = engine_over(model)
+    results: list[RowResult] = []
     for start in range(0, len(prompt), size):
         chunk = PrefillChunk(
             row=1,
