@@ -15,58 +15,32 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from engine.cache import PagePool, page_table
-from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
+from engine.cycle import DecodeCycle
 from engine.guided import Form, Guide
-from engine.logprobs import read
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import (
     NULL_PAGE,
     DecodeBatch,
     EngineFailedError,
     EngineInfo,
-    Finish,
-    Logprobs,
     PrefillChunk,
     RowResult,
-    RowSpec,
     StepPlan,
     StepResult,
     pages_needed,
 )
 from engine.prefill import Prefill, PrefillRow
+from engine.results import Output
 from engine.rows import RowTable
 from engine.rules import check_spec
 
 _CLOSED = "the engine was closed"
-FAULT_TEXT = "the model produced non-finite logits"
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """What one chunk or cohort of a step leaves for the host."""
-
-    rows: tuple[int, ...]
-    specs: tuple[RowSpec, ...]
-    packed: mx.array | None
-    """See `engine.cycle.CycleOutput`; None for a chunk that is not its prompt's last."""
-    width: int
-    """Token columns of `packed`."""
-    logits: mx.array | None = None
-    """When traced."""
-    prompt: mx.array | None = None
-    """Records of a chunk's own tokens, when its row asked."""
-    forms: tuple[Form, ...] = ()
-    """Of guided rows, in row order."""
-
-    @property
-    def ends(self) -> list[mx.array]:
-        return [array for array in (self.packed, self.prompt) if array is not None]
 
 
 @dataclass(slots=True)
@@ -74,7 +48,7 @@ class _Step:
     """A submitted step: what to wait for and how to read it."""
 
     plan: StepPlan
-    outputs: list[_Output] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     """In result order."""
     pending: list[mx.array] = field(default_factory=list)
     """Everything the step must compute; emptied once the device has it, because a reference would
@@ -263,8 +237,13 @@ class MLXEngine:
             self._prefilling[chunk.row] = row
             step.ends.append(hidden)
             if spec.prompt_logprobs is not None:
-                output = _Output(
-                    rows=(chunk.row,), specs=(spec,), packed=None, width=0, prompt=prompt
+                output = Output(
+                    rows=(chunk.row,),
+                    specs=(spec,),
+                    packed=None,
+                    width=0,
+                    chunk=True,
+                    prompt=prompt,
                 )
                 step.outputs.append(output)
             return
@@ -278,12 +257,13 @@ class MLXEngine:
         table = self._table if spec.constraint is None else self._guided
         table.add(chunk.row, spec, first.rows)
         step.outputs.append(
-            _Output(
+            Output(
                 rows=(chunk.row,),
                 specs=(spec,),
                 packed=first.packed,
                 width=1,
                 logits=first.logits if self._trace else None,
+                chunk=True,
                 prompt=prompt,
                 forms=forms,
             )
@@ -326,14 +306,14 @@ class MLXEngine:
         batch: DecodeBatch,
         guide: Guide | None = None,
         forms: tuple[Form, ...] = (),
-    ) -> _Output:
+    ) -> Output:
         """Build one cohort's cycle."""
         rows, statics = table.batch(batch.rows)
         limits = mx.array(batch.limits, mx.int32)
         pages = page_table(batch.pages)
         output = self._cycle.run(rows, statics, pages, batch.depth, limits, guide)
         table.update(output.rows)
-        return _Output(
+        return Output(
             rows=batch.rows,
             specs=table.specs(batch.rows),
             packed=output.packed,
@@ -344,40 +324,16 @@ class MLXEngine:
 
     def _live_arrays(self) -> list[mx.array]:
         live = [array for pool in self._pools for array in (pool.keys, pool.values)]
-        live += self._table.arrays()
+        live += [*self._table.arrays(), *self._guided.arrays()]
         return live + [array for row in self._prefilling.values() for array in row.arrays()]
 
-    def _read(self, output: _Output) -> list[RowResult]:
-        prompt = self._read_prompt(output)
-        if output.packed is None:
-            return [RowResult(row=output.rows[0], prompt_logprobs=prompt)]
-        packed = np.array(output.packed)
-        results = []
-        for index, (row, spec) in enumerate(zip(output.rows, output.specs, strict=True)):
-            tokens, drafted, accepted, flags = unpack(packed[index].tolist(), output.width)
-            result = _result(row, tokens, drafted, accepted, flags)
-            if spec.logprobs is not None and tokens:
-                records = packed[index, output.width + TAIL :].reshape(output.width, -1)
-                result = replace(result, logprobs=read(records[: len(tokens)], spec.logprobs))
-            if result.fault is None and prompt is not None:
-                result = replace(result, prompt_logprobs=prompt)
-            if output.forms:
-                result = _advanced(output.forms[index], result)
-            results.append(result)
-            if output.logits is not None and tokens:
-                kept = np.array(output.logits[index, : len(tokens)])
-                self.traces.append(Trace(row=row, tokens=tokens, logits=kept))
+    def _read(self, output: Output) -> list[RowResult]:
+        results = output.read()
+        for index, result in enumerate(results):
+            if output.logits is not None and result.tokens:
+                kept = np.array(output.logits[index, : len(result.tokens)])
+                self.traces.append(Trace(row=result.row, tokens=result.tokens, logits=kept))
         return results
-
-    def _read_prompt(self, output: _Output) -> Logprobs | None:
-        """Log probabilities of a chunk's own tokens; None of a row with broken numbers."""
-        asked = output.specs[0].prompt_logprobs
-        if asked is None or len(output.rows) != 1 or output.width > 1:
-            return None
-        if output.prompt is None:
-            return Logprobs(chosen=(), top_ids=(), top=())
-        found = read(np.array(output.prompt), asked)
-        return found if np.isfinite(found.chosen).all() else None
 
     def _validate(self, plan: StepPlan) -> None:
         """Raise ValueError, before anything is built, when the plan breaks the contract."""
@@ -468,21 +424,3 @@ def leave_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         mx.synchronize()
         mx.clear_streams()
-
-
-def _result(
-    row: int, tokens: tuple[int, ...], drafted: int, accepted: int, flags: int
-) -> RowResult:
-    finish = None
-    if flags & FLAG_STOP:
-        finish = Finish.STOP
-    elif flags & FLAG_LENGTH:
-        finish = Finish.LENGTH
-    result = RowResult(row=row, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish)
-    return replace(result, fault=FAULT_TEXT) if flags & FLAG_FAULT else result
-
-
-def _advanced(form: Form, result: RowResult) -> RowResult:
-    """Tell a guided row's constraint what came of the step; a fault of the form names itself."""
-    form.advance(result.tokens, ended=bool(result.finish or result.fault))
-    return replace(result, fault=form.fault) if result.fault and form.fault else result

@@ -305,6 +305,20 @@ def test_a_free_part_held_while_the_guided_part_runs_copies_the_pools(
     assert above > pool / 2
 
 
+def test_nothing_holds_on_to_past_guided_steps(model: Qwen35Model) -> None:
+    driver = Driver(engine_over(model, trace=False))
+    driver.join(0, [3, 1, 4], greedy(240, seed=0))
+    driver.join(1, [1, 5], replace(ROWS[0].ready()[1], max_tokens=240, stop_ids=()))
+    sizes = []
+    for cycle in range(45):
+        driver.decode([0, 1], depth=cycle % 3)
+        if cycle in (14, 44):
+            gc.collect()
+            mx.synchronize()
+            sizes.append(mx.get_active_memory())
+    assert abs(sizes[1] - sizes[0]) < 100_000
+
+
 def test_the_device_has_work_while_a_constraint_thinks(
     model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

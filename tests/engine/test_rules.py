@@ -268,6 +268,38 @@ def test_planted_faults_are_seen(
         judge_all(model, ROWS, script.run(model, 4, spoil=0.3))
 
 
+ORDERED = tuple((60 + i, 600.0 - 40.0 * i) for i in range(9))
+DRAFTED = [
+    # Each biased token wins once; a said one falls to a third. The stop token waits for its turn.
+    request(31, repetition_penalty=3.0, logit_bias=ORDERED),
+    request(32, stop_ids=(9,), min_tokens=12, logit_bias=((9, 99.0), (8, 60.0))),
+]
+
+
+def _accepted(model: Qwen35Model) -> tuple[int, int]:
+    """Drafts of the model's own head that were accepted, and all of them."""
+    requests = [
+        (row.prompt, replace(row.spec, max_tokens=9 if i == 0 else LENGTH))
+        for i, row in enumerate(DRAFTED)
+    ]
+    results = generate(engine_over(model, trace=False), requests, depth=4)
+    assert results[0].tokens == [token for token, _ in ORDERED]
+    assert results[1].tokens == [8] * 12 + [9]
+    return sum(sum(r.accepted) for r in results), sum(sum(r.drafted) for r in results)
+
+
+def test_drafts_obey_the_rules_of_their_positions(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules this strong leave draft and target one choice, so every draft must be accepted but
+    those behind the stop. A draft law without them would be exact, and useless."""
+    accepted, drafted = _accepted(model)
+    assert accepted >= drafted - 4
+    monkeypatch.setattr(History, "after", lambda self, token, rules: self)
+    accepted, drafted = _accepted(model)
+    assert accepted < 0.8 * drafted
+
+
 def test_rows_without_rules_keep_their_bits_beside_rows_with_them(
     model: Qwen35Model, script: Script
 ) -> None:
