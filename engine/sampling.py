@@ -8,7 +8,7 @@ renormalised. q is the distribution the draft was really drawn from. Temperature
 on the argmax, so greedy rows run through the same code beside sampled ones.
 
 Coupled rows (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
-decoding", alg. 3) draw draft and target with one noise: both take the token that wins the race
+decoding") draw draft and target with one noise: both take the token that wins the race
 p(v) / E(v) (the same law as Gumbel-argmax, E exponential), and a draft counts as accepted when the
 target's own winner is the same token.
 
