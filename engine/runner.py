@@ -4,6 +4,10 @@ Two steps may be in flight. The device runs one; the graph of the next is built 
 host's larger share) and handed over the moment the first is done, before its results are read.
 Handing it over earlier would cost more than it gains: MLX reuses a page pool's buffer only when no
 running operation holds it, so a step submitted behind a running one would copy every pool.
+
+A guided cohort needs the host between its drafts, so its step is never built ahead: `submit` waits
+for the step before, hands the free cohort of the same step to the device, asks the constraints
+what may come first while that runs, and goes on once it is done (for the same reason).
 """
 
 from __future__ import annotations
@@ -11,21 +15,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from engine.cache import PagePool, page_table
-from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
+from engine.cycle import DecodeCycle
+from engine.guided import Form, Guide
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import (
-    MAX_STOP_IDS,
     NULL_PAGE,
     DecodeBatch,
     EngineFailedError,
     EngineInfo,
-    Finish,
     PrefillChunk,
     RowResult,
     StepPlan,
@@ -33,10 +36,11 @@ from engine.plan import (
     pages_needed,
 )
 from engine.prefill import Prefill, PrefillRow
+from engine.results import Output
 from engine.rows import RowTable
+from engine.rules import check_spec
 
 _CLOSED = "the engine was closed"
-FAULT_TEXT = "the model produced non-finite logits"
 
 
 @dataclass(slots=True)
@@ -44,15 +48,20 @@ class _Step:
     """A submitted step: what to wait for and how to read it."""
 
     plan: StepPlan
-    outputs: list[tuple[tuple[int, ...], mx.array, mx.array | None]] = field(default_factory=list)
-    """(rows, packed results, logits when traced), in result order."""
+    outputs: list[Output] = field(default_factory=list)
+    """In result order."""
     pending: list[mx.array] = field(default_factory=list)
     """Everything the step must compute; emptied once the device has it, because a reference would
     keep the next step from updating the page pools in place."""
     ends: list[mx.array] = field(default_factory=list)
     """Small arrays whose presence means that the step is done."""
     build_s: float = 0.0
-    started: float = 0.0
+    waited_s: float = 0.0
+    """Part of `submit` spent waiting for the device."""
+    started: float | None = None
+    """When the device could begin; None while it has nothing of the step."""
+    ended: float | None = None
+    """When the step was seen to be done, before it was collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,8 @@ class MLXEngine:
             chunked=chunked_prefill,
         )
         self._table = RowTable(info.vocab_size)
+        self._guided = RowTable(info.vocab_size)
+        self._forms: dict[int, Form] = {}
         self._prefilling: dict[int, PrefillRow] = {}
         self._flight: deque[_Step] = deque()
         self._failed = ""
@@ -119,7 +130,10 @@ class MLXEngine:
         return self
 
     def submit(self, plan: StepPlan) -> None:
-        """Build the step's graph, and run it unless another step is running."""
+        """Build the step's graph, and run it unless another step is running.
+
+        Blocks for a plan with guided rows, until their drafts are made.
+        """
         self._check_alive()
         if len(self._flight) >= self.max_in_flight:
             raise ValueError(f"{self.max_in_flight} steps are already in flight")
@@ -128,7 +142,9 @@ class MLXEngine:
         step = _Step(plan=plan)
         try:
             self._build(step)
-            step.build_s = time.perf_counter() - began
+            if plan.guided is not None:
+                self._build_guided(step, plan.guided)
+            step.build_s = time.perf_counter() - began - step.waited_s
             self._flight.append(step)
             if len(self._flight) == 1:
                 self._dispatch(step)
@@ -144,8 +160,7 @@ class MLXEngine:
         step = self._flight.popleft()
         began = time.perf_counter()
         try:
-            mx.eval(step.ends)
-            ended = time.perf_counter()
+            ended = self._await(step)
             if self._flight:
                 self._dispatch(self._flight[0])
             rows = tuple(result for output in step.outputs for result in self._read(output))
@@ -154,10 +169,10 @@ class MLXEngine:
         return StepResult(
             step=step.plan.step,
             rows=rows,
-            depth=step.plan.decode.depth if step.plan.decode else 0,
+            depth=next((b.depth for b in (step.plan.decode, step.plan.guided) if b), 0),
             build_s=step.build_s,
-            wait_s=ended - began,
-            device_s=ended - step.started,
+            wait_s=max(0.0, ended - began),
+            device_s=ended - (step.started or ended),
         )
 
     def close(self) -> None:
@@ -171,7 +186,9 @@ class MLXEngine:
         self._failed = _CLOSED
         self._flight.clear()
         self._prefilling.clear()
+        self._forms.clear()
         self._table = RowTable(self._info.vocab_size)
+        self._guided = RowTable(self._info.vocab_size)
         self._pools.clear()
         del self._cycle, self._prefill
         mx.clear_cache()
@@ -186,20 +203,32 @@ class MLXEngine:
         return EngineFailedError(self._failed)
 
     def _dispatch(self, step: _Step) -> None:
-        step.started = time.perf_counter()
-        mx.async_eval(step.pending)
-        step.pending = []
+        """Hand over what the device does not have of the step yet."""
+        if step.started is None:
+            step.started = time.perf_counter()
+        if step.pending:
+            mx.async_eval(step.pending)
+            step.pending = []
+
+    def _await(self, step: _Step) -> float:
+        """Wait until what was handed over of the step is done; returns when it was seen to be."""
+        mx.eval(step.ends)
+        if step.ended is None:
+            step.ended = time.perf_counter()
+        return step.ended
 
     def _build(self, step: _Step) -> None:
         plan = step.plan
         self._table.release(plan.release)
+        self._guided.release(plan.release)
         for row in plan.release:
             self._prefilling.pop(row, None)
+            self._forms.pop(row, None)
         for chunk in plan.prefill:
             self._build_chunk(step, chunk)
         if plan.decode is not None:
             self._build_decode(step, plan.decode)
-        step.ends += [packed for _, packed, _ in step.outputs]
+        step.ends += [array for output in step.outputs for array in output.ends]
         step.pending = [*self._live_arrays(), *step.ends]
 
     def _build_chunk(self, step: _Step, chunk: PrefillChunk) -> None:
@@ -207,44 +236,115 @@ class MLXEngine:
         if row is None:
             assert chunk.spec is not None
             row = self._prefill.start(chunk.spec)
-        row, hidden = self._prefill.chunk(row, chunk)
+        row, hidden, prompt = self._prefill.chunk(row, chunk)
+        spec = row.spec
         if not chunk.last:
             self._prefilling[chunk.row] = row
             step.ends.append(hidden)
+            if spec.prompt_logprobs is not None:
+                output = Output(
+                    rows=(chunk.row,),
+                    specs=(spec,),
+                    packed=None,
+                    width=0,
+                    chunk=True,
+                    prompt=prompt,
+                )
+                step.outputs.append(output)
             return
-        first = self._prefill.finish(row, hidden)
-        self._table.add(chunk.row, row.spec, first.rows)
-        step.outputs.append(((chunk.row,), first.packed, first.logits if self._trace else None))
+        forms: tuple[Form, ...] = ()
+        guide = None
+        if spec.constraint is not None:
+            form = Form(spec.constraint, frozenset(spec.stop_ids), spec.max_tokens)
+            self._forms[chunk.row], forms = form, (form,)
+            guide = Guide(forms, vocab=self._info.vocab_size, limits=(0,))
+        first = self._prefill.finish(row, hidden, guide)
+        table = self._table if spec.constraint is None else self._guided
+        table.add(chunk.row, spec, first.rows)
+        step.outputs.append(
+            Output(
+                rows=(chunk.row,),
+                specs=(spec,),
+                packed=first.packed,
+                width=1,
+                logits=first.logits if self._trace else None,
+                chunk=True,
+                prompt=prompt,
+                forms=forms,
+            )
+        )
 
     def _build_decode(self, step: _Step, batch: DecodeBatch) -> None:
-        rows, statics = self._table.batch(batch.rows)
+        step.outputs.append(self._cohort(self._table, batch))
+
+    def _build_guided(self, step: _Step, batch: DecodeBatch) -> None:
+        """Run the step's other parts, draft for the guided rows meanwhile, hand over the rest.
+
+        Whatever runs while a pool is written makes MLX copy the pool; hence the two waits.
+        """
+        for earlier in self._flight:
+            self._wait_in_submit(step, earlier)
+        self._dispatch(step)
+        forms = tuple(self._forms[row] for row in batch.rows)
+        guide = Guide(
+            forms,
+            vocab=self._info.vocab_size,
+            limits=batch.limits,
+            before_reading=lambda: self._wait_in_submit(step, step),
+        )
+        output = self._cohort(self._guided, batch, guide, forms)
+        self._wait_in_submit(step, step)
+        step.ended = None
+        step.outputs.append(output)
+        step.ends += output.ends
+        step.pending = [*self._live_arrays(), *output.ends]
+        self._dispatch(step)
+
+    def _wait_in_submit(self, step: _Step, other: _Step) -> None:
+        began = time.perf_counter()
+        self._await(other)
+        step.waited_s += time.perf_counter() - began
+
+    def _cohort(
+        self,
+        table: RowTable,
+        batch: DecodeBatch,
+        guide: Guide | None = None,
+        forms: tuple[Form, ...] = (),
+    ) -> Output:
+        """Build one cohort's cycle."""
+        rows, statics = table.batch(batch.rows)
         limits = mx.array(batch.limits, mx.int32)
-        output = self._cycle.run(rows, statics, page_table(batch.pages), batch.depth, limits)
-        self._table.update(output.rows)
-        step.outputs.append((batch.rows, output.packed, output.logits if self._trace else None))
+        pages = page_table(batch.pages)
+        output = self._cycle.run(rows, statics, pages, batch.depth, limits, guide)
+        table.update(output.rows)
+        return Output(
+            rows=batch.rows,
+            specs=table.specs(batch.rows),
+            packed=output.packed,
+            width=batch.depth + 1,
+            logits=output.logits if self._trace else None,
+            forms=forms,
+        )
 
     def _live_arrays(self) -> list[mx.array]:
         live = [array for pool in self._pools for array in (pool.keys, pool.values)]
-        live += self._table.arrays()
+        live += [*self._table.arrays(), *self._guided.arrays()]
         return live + [array for row in self._prefilling.values() for array in row.arrays()]
 
-    def _read(self, output: tuple[tuple[int, ...], mx.array, mx.array | None]) -> list[RowResult]:
-        rows, packed, logits = output
-        values: list[list[int]] = packed.tolist()  # type: ignore[assignment]
-        width = packed.shape[1] - TAIL
-        results = []
-        for index, (row, line) in enumerate(zip(rows, values, strict=True)):
-            tokens, drafted, accepted, flags = unpack(line, width)
-            results.append(_result(row, tokens, drafted, accepted, flags))
-            if logits is not None and tokens:
-                kept = np.array(logits[index, : len(tokens)])
-                self.traces.append(Trace(row=row, tokens=tokens, logits=kept))
+    def _read(self, output: Output) -> list[RowResult]:
+        results = output.read()
+        for index, result in enumerate(results):
+            if output.logits is not None and result.tokens:
+                kept = np.array(output.logits[index, : len(result.tokens)])
+                self.traces.append(Trace(row=result.row, tokens=result.tokens, logits=kept))
         return results
 
     def _validate(self, plan: StepPlan) -> None:
         """Raise ValueError, before anything is built, when the plan breaks the contract."""
         known = set(self._prefilling) - set(plan.release)
-        ready = self._table.rows() - set(plan.release)
+        ready = (self._table.rows() | self._guided.rows()) - set(plan.release)
+        guided = self._guided.rows()
         chunked = [chunk.row for chunk in plan.prefill]
         if len(set(chunked)) != len(chunked):
             raise ValueError(f"a step takes one chunk per row; rows of this one: {chunked}")
@@ -252,10 +352,33 @@ class MLXEngine:
             self._check_chunk(chunk, known, ready)
             known.discard(chunk.row)
             (ready if chunk.last else known).add(chunk.row)
+            spec = chunk.spec or self._prefilling[chunk.row].spec
+            if spec.constraint is not None:
+                guided.add(chunk.row)
         if len(known | ready) > self._info.max_rows:
             raise ValueError(f"more than max_rows ({self._info.max_rows}) rows hold state")
         if plan.decode is not None:
             self._check_decode(plan.decode, ready)
+            wrong = [row for row in plan.decode.rows if row in guided]
+            if wrong:
+                raise ValueError(f"rows with a constraint belong to guided, not decode: {wrong}")
+        if plan.guided is not None:
+            self._check_decode(plan.guided, ready)
+            self._check_guided(plan, guided)
+
+    def _check_guided(self, plan: StepPlan, guided: set[int]) -> None:
+        assert plan.guided is not None
+        wrong = [row for row in plan.guided.rows if row not in guided]
+        if wrong:
+            raise ValueError(f"guided rows must have a constraint; these have none: {wrong}")
+        flying = {chunk.row for chunk in plan.prefill}
+        for step in self._flight:
+            flying.update(chunk.row for chunk in step.plan.prefill)
+            for batch in (step.plan.decode, step.plan.guided):
+                flying.update(batch.rows if batch else ())
+        wrong = [row for row in plan.guided.rows if row in flying]
+        if wrong:
+            raise ValueError(f"the tokens of guided rows are not known yet, in flight: {wrong}")
 
     def _check_chunk(self, chunk: PrefillChunk, known: set[int], ready: set[int]) -> None:
         size, info = len(chunk.tokens), self._info
@@ -274,8 +397,10 @@ class MLXEngine:
             raise ValueError(f"row {chunk.row}: page table does not cover the chunk")
         if chunk.tokens.min() < 0 or chunk.tokens.max() >= info.vocab_size:
             raise ValueError(f"row {chunk.row}: token outside 0…{info.vocab_size - 1}")
-        if chunk.spec is not None and len(chunk.spec.stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"row {chunk.row}: more than {MAX_STOP_IDS} stop ids")
+        if chunk.spec is not None:
+            check_spec(chunk.row, chunk.spec, info.vocab_size)
+            if chunk.spec.prompt_logprobs is not None and chunk.start:
+                raise ValueError(f"row {chunk.row}: prompt_logprobs of a restored prefix")
         self._check_pages(chunk.pages)
 
     def _check_decode(self, batch: DecodeBatch, ready: set[int]) -> None:
@@ -304,15 +429,3 @@ def leave_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         mx.synchronize()
         mx.clear_streams()
-
-
-def _result(
-    row: int, tokens: tuple[int, ...], drafted: int, accepted: int, flags: int
-) -> RowResult:
-    finish = None
-    if flags & FLAG_STOP:
-        finish = Finish.STOP
-    elif flags & FLAG_LENGTH:
-        finish = Finish.LENGTH
-    result = RowResult(row=row, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish)
-    return replace(result, fault=FAULT_TEXT) if flags & FLAG_FAULT else result

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from engine.choice import Noise
 from engine.cycle import DecodeCycle, Drafts
 from engine.noise import Purpose, uniforms
 from engine.rows import RowArrays, RowStatics
@@ -43,23 +44,23 @@ class ScriptedCycle(DecodeCycle):
 
     def _decide(
         self,
-        drafts: Drafts | None,
-        logits: mx.array,
         rows: RowArrays,
+        drafts: Drafts | None,
+        tokens: mx.array,
+        logits: mx.array,
         statics: RowStatics,
-        noise: mx.array | None,
+        noise: Noise | None,
         limits: mx.array,
     ) -> Acceptance:
-        decided = super()._decide(drafts, logits, rows, statics, noise, limits)
-        if drafts is None:
+        decided = super()._decide(rows, drafts, tokens, logits, statics, noise, limits)
+        depth = tokens.shape[1]
+        if not depth:
             return decided
-        if noise is None:
-            noise = uniforms(statics.keys, rows.length[:, None] + 1)
-        depth = drafts.tokens.shape[1]
-        stands = noise[:, :1, Purpose.ACCEPT] < self._rates[None, :depth]
+        drawn = uniforms(statics.keys, rows.length[:, None] + 1)
+        stands = drawn[:, :, Purpose.ACCEPT] < self._rates[None, :depth]
         accepted = mx.minimum(stands.sum(axis=1), limits).astype(mx.int32)
         own = mx.take_along_axis(decided.tokens, decided.accepted[:, None], axis=1)
-        padded = mx.concatenate([drafts.tokens, own], axis=1)
+        padded = mx.concatenate([tokens, own], axis=1)
         place = mx.arange(padded.shape[1], dtype=mx.int32)[None, :]
-        tokens = mx.where(place == accepted[:, None], own, padded)
-        return replace(decided, tokens=tokens, accepted=accepted)
+        emitted = mx.where(place == accepted[:, None], own, padded)
+        return replace(decided, tokens=emitted, accepted=accepted)
