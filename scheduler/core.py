@@ -391,7 +391,14 @@ class SchedulerCore:
         self._outbox.append(
             (
                 sequence.request_id,
-                Tokens(ids=row.tokens, drafted=row.drafted, accepted=row.accepted, at=now),
+                Tokens(
+                    ids=row.tokens,
+                    logprobs=row.logprobs,
+                    prompt_logprobs=row.prompt_logprobs,
+                    drafted=row.drafted,
+                    accepted=row.accepted,
+                    at=now,
+                ),
             )
         )
         if row.finish is not None:

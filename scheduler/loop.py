@@ -49,6 +49,8 @@ class StepRecord:
     host_s: float
     """Event-loop time between the previous result's arrival and the next plan's departure: what
     the device would have waited for without pipelining. 0 after an idle pause."""
+    gap_s: float | None = None
+    """Time the device sat idle before this step, as in `StepResult`; None after an idle pause."""
 
     @classmethod
     def of(cls, plan: StepPlan, result: StepResult, host_s: float) -> StepRecord:
@@ -64,6 +66,7 @@ class StepRecord:
             wait_s=result.wait_s,
             device_s=result.device_s,
             host_s=host_s,
+            gap_s=result.gap_s,
         )
 
 

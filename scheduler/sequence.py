@@ -107,6 +107,10 @@ class Sequence:
             max_tokens=self.request.max_tokens,
             stop_ids=self.request.stop_ids,
             speculative=self.depth_cap > 0,
+            min_tokens=self.request.min_tokens,
+            logprobs=self.request.logprobs,
+            prompt_logprobs=self.request.prompt_logprobs,
+            constraint=self.request.constraint,
         )
 
     def record(self, result: RowResult, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.plan import MAX_DEPTH, RowResult, StepResult
@@ -77,6 +77,21 @@ class Statistics:
     wait_s: float
     device_s: float
     """Sums of the `StepResult` fields of the same names."""
+
+    prefix_lookups: int = 0
+    """Prompts for which a kept prefix was looked for."""
+    prefix_hits: int = 0
+    """Of these, prompts that started from one."""
+    cached_tokens: int = 0
+    """Prompt tokens whose prefill was saved so."""
+    sessions: int = 0
+    """Sessions for which something is kept."""
+    boundaries: int = 0
+    """Boundaries held."""
+    boundaries_total: int = 0
+    """Boundaries the engine has memory for."""
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    """Boundaries let go, by cause: pages, boundaries, expired, released."""
 
 
 class Rate:
