@@ -12,15 +12,22 @@ import json
 import re
 import sys
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import anyio
 import anyio.to_thread
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import (
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    regex_to_lark,
+)
 from numpy.typing import NDArray
 
 from service.config import GrammarLimits
@@ -40,6 +47,11 @@ _LIMITS: Final[dict[str, Any]] = {
 }
 """Of llguidance. They keep a mask, which the engine waits for, within tens of milliseconds in the
 worst case, and a grammar within some hundred megabytes."""
+
+
+_SLOW_MASK_S: Final = 0.05
+_SLOW_MASKS: Final = 4
+"""So many masks in a row, each slower than that, end a text."""
 
 
 class GrammarError(Exception):
@@ -62,37 +74,20 @@ class Vocabulary:
             pieces[token].decode(errors="replace") for token in special if pieces[token]
         )
         self._not_end = ~self.end_mask
-        self._twins = list(self._spelt_alike(pieces, frozenset(special) | self.eos_ids))
         wrapped = TokenizerWrapper(_Wrapped(tokenizer, pieces, special, min(self.eos_ids)))
         self.raw = LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=sorted(self.eos_ids))
 
     def complete(self, mask: bytes, *, may_end: bool) -> NDArray[np.uint32]:
-        """A mask of llguidance's as the engine's: end tokens only where the text may end, and every
-        id of a spelling where llguidance knows one of them."""
+        """A mask of llguidance's as the engine's: end tokens where the text may end, and only
+        there."""
         words = np.frombuffer(mask, dtype="<u4")[: self.words] & self._not_end
-        for word, bit, others in self._twins:
-            if words[word] >> bit & 1:
-                words |= others
         return words | self.end_mask if may_end else words
 
-    def _mask_of(self, tokens: frozenset[int] | tuple[int, ...]) -> NDArray[np.uint32]:
+    def _mask_of(self, tokens: Iterable[int]) -> NDArray[np.uint32]:
         mask = np.zeros(self.words, dtype=np.uint32)
         for token in tokens:
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask
-
-    def _spelt_alike(
-        self, pieces: Sequence[bytes], special: frozenset[int]
-    ) -> Iterator[tuple[int, int, NDArray[np.uint32]]]:
-        """For every token that another one is spelt like: its word, its bit, the others' mask."""
-        by_piece: dict[bytes, list[int]] = {}
-        for token, piece in enumerate(pieces):
-            if piece and token not in special:
-                by_piece.setdefault(piece, []).append(token)
-        for tokens in by_piece.values():
-            for token in tokens if len(tokens) > 1 else ():
-                others = self._mask_of(tuple(tokens))
-                yield token // 32, token % 32, others
 
 
 class _Wrapped:
@@ -120,11 +115,27 @@ class CompiledGrammar:
         """Raises GrammarError when no text satisfies it."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        # The first mask is the dearest: it builds what later ones share.
         first = self.constraint()
         first.mask(())
         if first.failure is not None:
             raise GrammarError(f"no text satisfies it ({first.failure})")
+        self._check_speed()
+
+    def _check_speed(self) -> None:
+        """Raises GrammarError when each of the first masks takes too long: the engine, and with it
+        everybody, waits for every one. The very first is not looked at: it builds what later ones
+        share."""
+        constraint = self.constraint()
+        seconds = []
+        for _ in range(_SLOW_MASKS):
+            mask = constraint.mask(())
+            assert mask is not None
+            word = int(np.flatnonzero(mask)[0])
+            bits = int(mask[word])
+            constraint.advance([32 * word + (bits & -bits).bit_length() - 1])
+            seconds.append(constraint.mask_s)
+        if min(seconds) > _SLOW_MASK_S:
+            raise GrammarError(f"takes more than {_SLOW_MASK_S * 1000:.0f} ms per token")
 
     def constraint(self) -> GrammarConstraint:
         """A constraint for one row."""
@@ -141,6 +152,9 @@ class GrammarConstraint:
         self._ahead: tuple[tuple[int, ...], LLMatcher] | None = None
         """Where the last drafts led: the next call usually drafts one more."""
         self._ended = False
+        self._slow = 0
+        self.mask_s = 0.0
+        """CPU seconds the last mask took."""
         self.failure: str | None = None
         """Why the text, although it ended, does not have the form; None while all is well."""
 
@@ -161,6 +175,9 @@ class GrammarConstraint:
         if tail and (failure is not None or not matcher.is_accepting()):
             return None
         if not body:
+            self._slow = self._slow + 1 if self.mask_s > _SLOW_MASK_S else 0
+            if self._slow > _SLOW_MASKS:
+                failure, words = "too complex here", self._vocabulary.end_mask.copy()
             self.failure = failure
         return self._vocabulary.end_mask.copy() if tail else words
 
@@ -198,10 +215,12 @@ class GrammarConstraint:
 
     def _allowed(self, matcher: LLMatcher) -> tuple[NDArray[np.uint32], str | None]:
         """What may follow in this state; the end tokens and a reason when nothing may."""
+        began = time.thread_time()
         try:
             mask = matcher.compute_bitmask()
         except Exception as error:  # it was in a state of error before
             return self._vocabulary.end_mask.copy(), _one_line(str(error))
+        self.mask_s = time.thread_time() - began
         words = self._vocabulary.complete(mask, may_end=matcher.is_accepting())
         if words.any():
             return words, None
@@ -299,14 +318,21 @@ class Grammars:
             return self._vocabulary
 
 
+# Without it llguidance allows, where the text is forced, only the token that the tokenizer would
+# write there, and calls others valid all the same: the law of what is drawn is not the model's
+# then, and what a draft may be not what the target may.
+_ALL_SPELLINGS: Final = '\n%llguidance {"no_forcing": true}\n'
+
+
 def _source(form: Form, text: str) -> str:
+    """The grammar as Lark."""
     match form:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(text)
+            return f"start: %json {text}{_ALL_SPELLINGS}"
         case "regex":
-            return LLMatcher.grammar_from_regex(text)
+            return f"start: /{regex_to_lark(text, '')}/{_ALL_SPELLINGS}"
         case "grammar":
-            return LLMatcher.grammar_from_lark(text)
+            return f"{text}{_ALL_SPELLINGS}"
 
 
 def _check_schema(text: str, max_depth: int) -> None:
@@ -332,6 +358,7 @@ def _one_line(text: str) -> str:
     """An error of llguidance's without its excerpts of the source, which are indented."""
     lines = [line.strip() for line in text.splitlines() if not line[:1].isspace()]
     line = re.sub(r"\s*<non-verbose/>", "", " ".join(filter(None, lines)))
+    line = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", line)
     if len(line) <= MAX_ERROR_CHARS:
         return line
     half = MAX_ERROR_CHARS // 2 - 1
