@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from selfdraft import Client
 
 from engine.config import EngineConfig
-from engine.plan import Engine
+from engine.plan import Engine, Logprobs, PrefillChunk, RowResult, RowSpec
 from scheduler.config import SchedulerConfig
 from scheduler.request import FinishReason
 from scheduler.statistics import Statistics
@@ -49,6 +50,55 @@ def saying(text: str, *, then_eos: bool = False) -> Callable[[tuple[int, ...], i
     return token
 
 
+def pretend_logprobs(ids: Sequence[int], count: int) -> Logprobs:
+    """What `ObedientEngine` reports of tokens: made up, exact in float32, other for every token."""
+    return Logprobs(
+        chosen=tuple(-token / 8 for token in ids),
+        top_ids=tuple(tuple((token + n) % VOCAB for n in range(count)) for token in ids),
+        top=tuple(tuple(-token / 8 - n for n in range(count)) for token in ids),
+    )
+
+
+class ObedientEngine(FakeEngine):
+    """A FakeEngine that also obeys constraints and min_tokens, and reports log probabilities."""
+
+    def specs(self) -> list[RowSpec]:
+        """What rows were begun with, oldest first."""
+        chunks = [chunk for plan in self.plans for chunk in plan.prefill]
+        return [chunk.spec for chunk in chunks if chunk.spec is not None]
+
+    def _token_of(self, state: Any, index: int) -> int:
+        spec: RowSpec = state.spec
+        token = super()._token_of(state, index)
+        if spec.constraint is not None:
+            mask = spec.constraint.mask(())
+            assert mask is not None
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits).tolist()
+            # An end where there may be one: the fake would go on for ever.
+            ends = [allowed_token for allowed_token in allowed if allowed_token in spec.stop_ids]
+            token = ends[0] if ends else allowed[token % len(allowed)]
+            spec.constraint.advance((token,))
+        while token in spec.stop_ids and index < spec.min_tokens:
+            token += 1
+        return token
+
+    def _emit(self, *args: Any, **kwargs: Any) -> RowResult:
+        result = super()._emit(*args, **kwargs)
+        state = self._rows[result.row]
+        if state.spec.logprobs is None or not result.tokens:
+            return result
+        return replace(result, logprobs=pretend_logprobs(result.tokens, state.spec.logprobs))
+
+    def _prefill(self, step: int, chunk: PrefillChunk) -> RowResult | None:
+        result = super()._prefill(step, chunk)
+        state = self._rows[chunk.row]
+        if state.spec.prompt_logprobs is None or result is None:
+            return result
+        logprobs = pretend_logprobs(state.prompt[1:], state.spec.prompt_logprobs)
+        return replace(result, prompt_logprobs=logprobs)
+
+
 @dataclass
 class Running:
     """A server under test."""
@@ -56,7 +106,7 @@ class Running:
     server: Server
     client: Client
     log: io.StringIO
-    engines: list[FakeEngine]
+    engines: list[ObedientEngine]
     codes: list[int] = field(default_factory=list)
     """Exit code, once it stopped."""
     defects_expected: bool = False
@@ -145,10 +195,10 @@ async def running(
     **fake: Any,
 ) -> AsyncIterator[Running]:
     """A server for the length of the block; `fake` are options of its FakeEngine."""
-    engines: list[FakeEngine] = []
+    engines: list[ObedientEngine] = []
 
     def build() -> Engine:
-        engines.append(FakeEngine(**({"vocab_size": VOCAB} | fake)))
+        engines.append(ObedientEngine(**({"vocab_size": VOCAB} | fake)))
         return engines[-1]
 
     config = config or service_config()
