@@ -233,7 +233,7 @@ async def check_fault(up: Running, plan_fault: Callable[[], None]) -> None:
     """A fault of one ends the call and the others. Raises AssertionError."""
     plan_fault()
     generation = up.client.generate(
-        token_ids=(9, 9), n=3, max_tokens=2000, ignore_eos=True, timeout=5.0
+        token_ids=(9, 9), n=3, max_tokens=2000, ignore_eos=True, timeout=3.0
     )
     with pytest.raises(SelfdraftError) as caught:
         await generation.text()
