@@ -276,6 +276,8 @@ class Grammars:
             raise GrammarError("this model has no end token, so no text could be complete")
         if form == "json_schema":
             _check_schema(text, self.limits.max_depth)
+        elif form == "regex" and (len(text) - len(text.rstrip("\\"))) % 2:
+            raise GrammarError("ends in a lone backslash")  # llguidance would leave it out
 
     async def _compile(self, form: Form, text: str) -> CompiledGrammar:
         vocabulary = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)

@@ -381,6 +381,7 @@ BROKEN: dict[str, tuple[Form, str, str]] = {
     # Would take ten seconds and 400 MB.
     "multiples": ("json_schema", '{"type": "integer", "multipleOf": 999983}', "takes longer than"),
     "group": ("regex", "(a", "unclosed group"),
+    "half an escape": ("regex", "a\\\\\\", "ends in a lone backslash"),
     "look-around": ("regex", "(?=a)b", "look-around"),
     "nothing": ("regex", r"[^\s\S]", "no text satisfies it"),
     "nested groups": ("regex", "(" * 30_000 + ")" * 30_000, "exceed the maximum number of nested"),
