@@ -80,7 +80,7 @@ class Metrics:
         )
         self._e2e_latency = self._histogram(
             "e2e_request_latency_seconds",
-            "Admission to end, of requests that ended with stop or length.",
+            "Admission to end, of sequences that ended with stop or length.",
             _REQUEST,
         )
         self._queue_time = self._histogram(
@@ -256,7 +256,7 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     yield _counter(
         "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
     )
-    yield _counter("requests_admitted", "Generate calls admitted.", s.submitted)
+    yield _counter("requests_admitted", "Sequences admitted.", s.submitted)
     yield _counter("steps", "Engine steps.", s.steps)
     cycles = CounterMetricFamily(
         "selfdraft_cycles", "Decode cycles, by their depth.", labels=["depth"]

@@ -179,6 +179,7 @@ class Server:
             grammars = Grammars(
                 tokenizer, vocab_size=info.vocab_size, limits=self._config.limits.grammar
             )
+            await anyio.to_thread.run_sync(grammars.prepare, abandon_on_cancel=True)
             backend = Backend(
                 scheduler=scheduler, tokenizer=tokenizer, grammars=grammars, name=name
             )

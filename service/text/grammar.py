@@ -59,7 +59,7 @@ class GrammarError(Exception):
 
 
 class Vocabulary:
-    """The model's token ids as grammars see them. Building one takes up to a second."""
+    """The model's token ids as grammars see them."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """`vocab_size` is the model's; ids the tokenizer does not know are never allowed."""
@@ -247,17 +247,36 @@ class Grammars:
         self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._limiter: anyio.CapacityLimiter | None = None
 
+    def prepare(self) -> None:
+        """Builds what all grammars share; idempotent. `compile` would do it, but for a vocabulary
+        of 150,000 tokens it takes a second or two in which llguidance holds the interpreter's lock:
+        better before anything is streamed. Raises what llguidance raises for a vocabulary it cannot
+        take."""
+        with self._lock:
+            if self._vocabulary is None and self._can_end:
+                self._vocabulary = Vocabulary(
+                    self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._tokenizer.eos_ids
+                )
+
+    @property
+    def _can_end(self) -> bool:
+        """The model has an end token, without which no text is ever complete."""
+        return any(token < self._vocab_size for token in self._tokenizer.eos_ids)
+
     async def compile(self, form: Form, text: str) -> CompiledGrammar:
         """Raises GrammarError: too large, broken, beyond the limits, or no text satisfies it."""
         self._check_size(form, text)
         key = hashlib.sha256(f"{form}\0{text}".encode()).digest()
         if (known := self._cached(key)) is not None:
             return known
+        await anyio.to_thread.run_sync(self.prepare, abandon_on_cancel=True)
+        assert self._vocabulary is not None
+        vocabulary = self._vocabulary
         self._limiter = self._limiter or anyio.CapacityLimiter(self.limits.at_once)
         with anyio.move_on_after(self.limits.timeout_s):
             async with self._limiter:
                 if (known := self._cached(key)) is None:
-                    known = await self._compile(form, text)
+                    known = await self._compile(form, text, vocabulary)
                     self._cache[key] = known
             while len(self._cache) > self.limits.cached:
                 self._cache.popitem(last=False)
@@ -272,15 +291,14 @@ class Grammars:
     def _check_size(self, form: Form, text: str) -> None:
         if len(text) > self.limits.max_chars:
             raise GrammarError(f"at most {self.limits.max_chars} characters, is {len(text)}")
-        if not any(token < self._vocab_size for token in self._tokenizer.eos_ids):
+        if not self._can_end:
             raise GrammarError("this model has no end token, so no text could be complete")
         if form == "json_schema":
             _check_schema(text, self.limits.max_depth)
         elif form == "regex" and (len(text) - len(text.rstrip("\\"))) % 2:
             raise GrammarError("ends in a lone backslash")  # llguidance would leave it out
 
-    async def _compile(self, form: Form, text: str) -> CompiledGrammar:
-        vocabulary = await anyio.to_thread.run_sync(self._load, abandon_on_cancel=True)
+    async def _compile(self, form: Form, text: str, vocabulary: Vocabulary) -> CompiledGrammar:
         source = _source(form, text)
         await self._probe(source, vocabulary)
 
@@ -310,14 +328,6 @@ class Grammars:
         error: str = json.loads(done.stdout)["error"]
         if error:
             raise GrammarError(_one_line(error))
-
-    def _load(self) -> Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = Vocabulary(
-                    self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._tokenizer.eos_ids
-                )
-            return self._vocabulary
 
 
 # Without it llguidance allows, where the text is forced, only the token that the tokenizer would

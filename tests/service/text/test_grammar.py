@@ -3,15 +3,18 @@ step. Random walks take the place of a model that wants anything at all."""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import jsonschema
 import numpy as np
 import pytest
@@ -481,8 +484,39 @@ async def test_compiled_grammars_are_kept_and_few() -> None:
 async def test_a_model_without_end_tokens_takes_no_grammar() -> None:
     tokenizer = load("byte_level")
     tokenizer.eos_ids = (9999,)
+    grammars = Grammars(tokenizer, vocab_size=437)
+    grammars.prepare()  # a server of such a model starts all the same
     with pytest.raises(GrammarError, match="no end token"):
-        await Grammars(tokenizer, vocab_size=437).compile("regex", "a")
+        await grammars.compile("regex", "a")
+
+
+async def test_a_cancelled_compilation_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    make = asyncio.subprocess.Process.__init__
+
+    def noted(self: asyncio.subprocess.Process, *parts: Any) -> None:
+        make(self, *parts)
+        started.append(self)
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "__init__", noted)
+    grammars = Grammars(TOKENIZERS["tiny"], vocab_size=4096)
+    with anyio.move_on_after(0.5) as limit:
+        await grammars.compile("json_schema", '{"type": "integer", "multipleOf": 999983}')
+    assert limit.cancelled_caught
+    (process,) = started
+    assert process.returncode is not None
+    assert await grammars.compile("regex", "a")  # and the next one is not in its way
+    assert [p.returncode for p in started[1:]] == [0]
+
+
+async def test_memory_is_limited_where_the_system_can() -> None:
+    """A process that takes more than it may dies; macOS has no such limit, and the deadline."""
+    limits = GrammarLimits(memory_bytes=1 << 26, timeout_s=5.0)
+    grammars = Grammars(TOKENIZERS["tiny"], vocab_size=4096, limits=limits)
+    said = "longer than 5 s" if sys.platform == "darwin" else "too much memory"
+    with pytest.raises(GrammarError, match=said):
+        await grammars.compile("json_schema", '{"type": "integer", "multipleOf": 999983}')
+    assert await grammars.compile("json_schema", '{"type": "integer", "multipleOf": 7}')
 
 
 @pytest.mark.parametrize(
