@@ -18,7 +18,8 @@ from service.backend import Backend
 from service.config import RequestLimits
 from service.errors import invalid
 from service.sampling import Complain
-from service.text.grammar import CompiledGrammar, GrammarConstraint, GrammarError, Grammars
+from service.text.constraint import CompiledGrammar, GrammarConstraint, GrammarError
+from service.text.grammar import Grammars
 from service.text.template import ChatTemplateError
 from service.text.tokenizer import Tokenizer
 from service.validation import (
