@@ -86,12 +86,16 @@ class Statistics:
     """Prompt tokens whose prefill was saved so."""
     sessions: int = 0
     """Sessions for which something is kept."""
-    boundaries: int = 0
+    pages_cached: int = 0
+    """Pages held by kept prefixes only."""
+    boundaries_used: int = 0
     """Boundaries held."""
     boundaries_total: int = 0
     """Boundaries the engine has memory for."""
     evictions: Mapping[str, int] = field(default_factory=dict)
-    """Boundaries let go, by cause: pages, boundaries, expired, released."""
+    """Kept prefixes let go, by cause."""
+    sessions_ended: Mapping[str, int] = field(default_factory=dict)
+    """Sessions that ended before their client said so, by cause."""
 
 
 class Rate:

@@ -42,8 +42,9 @@ MODES: Final = (
     pb.SPECULATION_MODE_COUPLED,
 )
 
-EVICTIONS: Final = ("pages", "boundaries", "expired", "released")
-"""Causes that have a series before they occur."""
+EVICTIONS: Final = ("pages", "boundaries", "fault", "import", "flush", "engine_failed")
+SESSION_ENDS: Final = ("ttl", "max_sessions", *EVICTIONS)
+"""Causes, each of which has a series before it occurs."""
 
 _SUCCESS: Final = {
     FinishReason.STOP: "stop",
@@ -296,9 +297,14 @@ def _reuse(s: Statistics) -> Iterable[Metric]:
     yield _gauge(
         "boundaries", "Boundaries (states to go on from) there is room for.", s.boundaries_total
     )
-    yield _gauge("boundaries_used", "Boundaries held.", s.boundaries)
+    yield _gauge("boundaries_used", "Boundaries held.", s.boundaries_used)
     evictions = dict.fromkeys(EVICTIONS, 0) | dict(s.evictions)
-    yield _labelled("prefix_evictions", "Boundaries let go.", "cause", evictions)
+    yield _labelled("prefix_evictions", "Kept prefixes let go.", "cause", evictions)
+    ended = dict.fromkeys(SESSION_ENDS, 0) | dict(s.sessions_ended)
+    yield _labelled(
+        "sessions_ended", "Sessions that ended before their client said so.", "cause", ended
+    )
+    yield _gauge("kv_pages_cached", "KV cache pages that only kept prefixes hold.", s.pages_cached)
 
 
 def _ends(s: Statistics) -> Iterable[Metric]:

@@ -34,7 +34,7 @@ def list_sessions(
     return pb.ListSessionsResponse(
         sessions=[
             pb.Session(
-                session_id=session.id,
+                session_id=session.session_id,
                 tokens=session.tokens,
                 pages=session.pages,
                 expires_in_seconds=max(session.expires_at - now, 0.0),

@@ -231,9 +231,11 @@ async def test_what_is_reused_is_read_from_the_scheduler(monkeypatch: pytest.Mon
             prefix_hits=5,
             cached_tokens=320,
             sessions=2,
-            boundaries=3,
+            boundaries_used=3,
+            pages_cached=6,
             boundaries_total=9,
-            evictions={"pages": 4, "expired": 1},
+            evictions={"pages": 4, "import": 1},
+            sessions_ended={"ttl": 2},
         )
         monkeypatch.setattr(up.server.metrics._collector, "_take_statistics", lambda: statistics)
         now = await up.metrics()
@@ -245,8 +247,11 @@ async def test_what_is_reused_is_read_from_the_scheduler(monkeypatch: pytest.Mon
             "selfdraft_boundaries_used": 3,
             "selfdraft_boundaries": 9,
             'selfdraft_prefix_evictions_total{cause="pages"}': 4,
-            'selfdraft_prefix_evictions_total{cause="expired"}': 1,
-            'selfdraft_prefix_evictions_total{cause="released"}': 0,
+            'selfdraft_prefix_evictions_total{cause="import"}': 1,
+            'selfdraft_prefix_evictions_total{cause="flush"}': 0,
+            'selfdraft_sessions_ended_total{cause="ttl"}': 2,
+            'selfdraft_sessions_ended_total{cause="pages"}': 0,
+            "selfdraft_kv_pages_cached": 6,
         }
         assert {name: now[name] for name in names} == names
 

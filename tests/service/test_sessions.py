@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 class Kept:
     """What `Scheduler.sessions()` gives."""
 
-    id: str
+    session_id: str
     tokens: int
     pages: int
     expires_at: float
@@ -28,7 +28,7 @@ class Keeper:
     """The scheduler's two calls about sessions."""
 
     def __init__(self, up: Running, *kept: Kept) -> None:
-        self.kept = {session.id: session for session in kept}
+        self.kept = {session.session_id: session for session in kept}
         scheduler: Any = up.server.door.look().scheduler
         scheduler.sessions = lambda: tuple(self.kept.values())
         scheduler.release_session = lambda name: self.kept.pop(name, None) is not None
