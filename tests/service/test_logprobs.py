@@ -22,10 +22,11 @@ async def check_chunks(generation: Generation, count: int) -> dict[int, list[int
         found = chunk.output_logprobs
         assert list(found.token_ids) == list(chunk.token_ids)
         expected = pretend_logprobs(chunk.token_ids, count)
-        assert tuple(found.token_logprobs) == expected.chosen
+        assert list(found.token_logprobs) == pytest.approx(expected.chosen)
         if count:
             assert [tuple(top.token_ids) for top in found.top_logprobs] == list(expected.top_ids)
-            assert [tuple(top.values) for top in found.top_logprobs] == list(expected.top)
+            for top, values in zip(found.top_logprobs, expected.top, strict=True):
+                assert list(top.values) == pytest.approx(values)
         else:
             assert not found.top_logprobs
         ids.setdefault(chunk.index, []).extend(chunk.token_ids)
@@ -88,7 +89,7 @@ async def test_the_prompts_come_first_and_once(count: int) -> None:
         assert tuple(found.token_ids) == prompt
         assert not found.token_logprobs[0].HasField("value")
         values = [entry.value for entry in found.token_logprobs[1:]]
-        assert tuple(values) == pretend_logprobs(prompt[1:], count).chosen
+        assert values == pytest.approx(pretend_logprobs(prompt[1:], count).chosen)
         if count:
             assert not found.top_logprobs[0].token_ids
             tops = [tuple(top.token_ids) for top in found.top_logprobs[1:]]
@@ -110,4 +111,5 @@ def test_messages_of_one_token_prompts() -> None:
     message = input_logprobs(empty, (9,))
     assert (list(message.token_ids), len(message.token_logprobs)) == ([9], 1)
     assert not message.token_logprobs[0].HasField("value")
-    assert output_logprobs(pretend_logprobs((VOCAB - 1,), 1), (VOCAB - 1,)).token_logprobs[0] < 0
+    last = output_logprobs(pretend_logprobs((VOCAB - 1,), 1), (VOCAB - 1,))
+    assert (list(last.token_ids), len(last.token_logprobs)) == ([VOCAB - 1], 1)

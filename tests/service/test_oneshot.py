@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.oneshot import Ask, _stream
-from tests.service.harness import running, saying, tokenizer
+from tests.service.harness import pretend_logprobs, running, saying, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -34,11 +34,12 @@ async def test_log_probabilities_are_a_line_per_token(capsys: pytest.CaptureFixt
     assert out == tokenizer().decode(ids) + "\n"
     lines = err.splitlines()
     assert len(lines) == 5
-    for token, line in zip(ids, lines, strict=False):
+    found = pretend_logprobs(ids, 2)
+    for token, own_logprob, top, line in zip(ids, found.chosen, found.top, lines, strict=False):
         own = tokenizer().decode([token]).replace('"', '\\"')
-        assert line.split()[0] == f"{-token / 8:.4f}"
+        assert line.split()[0] == f"{own_logprob:.4f}"
         assert f'"{own}"' in line
-        assert f"{-token / 8 - 1:.3f}" in line
+        assert line.endswith(f" {top[1]:.3f}")
     assert "4 tokens in" in lines[-1]
     assert "seed 7 (coupled)" in lines[-1]
 

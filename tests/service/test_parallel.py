@@ -249,7 +249,7 @@ def one_faults(up: Running) -> Callable[[], None]:
         engine = up.engines[0]
         emit, rows = engine._emit, list[int]()
 
-        def faulty(step: int, row: int, state: object, **counts: int) -> object:
+        def faulty(step: int, row: int, state: Any, **counts: int) -> Any:
             if row not in rows:
                 rows.append(row)
             if rows.index(row) == 1:
