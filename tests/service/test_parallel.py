@@ -259,7 +259,7 @@ def one_faults(up: Running) -> Callable[[], None]:
             finally:
                 engine._faults = {}
 
-        engine._emit = faulty  # type: ignore[method-assign,assignment]
+        engine._emit = faulty  # type: ignore[method-assign]
 
     return plan
 
