@@ -33,6 +33,10 @@ _LIMITS: Final[dict[str, Any]] = {
 worst case, and a grammar within some hundred megabytes."""
 
 
+_MAX_SPACE: Final = 20
+"""Characters: a line's end and nine levels of indentation."""
+
+
 class Grammars:
     """Compiles the grammars of one server's requests, off its event loop, and keeps some."""
 
@@ -144,11 +148,24 @@ def _source(form: Form, text: str) -> str:
     """The grammar as Lark."""
     match form:
         case "json_schema":
-            return f"start: %json {text}{_ALL_SPELLINGS}"
+            return f"start: %json {_with_bounded_space(text)}{_ALL_SPELLINGS}"
         case "regex":
             return f"start: /{regex_to_lark(text, '')}/{_ALL_SPELLINGS}"
         case "grammar":
             return f"{text}{_ALL_SPELLINGS}"
+
+
+def _with_bounded_space(text: str) -> str:
+    """A schema that says how much white space may stand between the parts of a value: small models
+    fall for it and write nothing else until their tokens are used up."""
+    schema = json.loads(text)
+    if schema is True:
+        text, schema = "{}", {}
+    if schema is False or "x-guidance" in schema:
+        return text
+    options = json.dumps({"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{_MAX_SPACE}}}"})
+    comma = "," if schema else ""
+    return f'{{"x-guidance": {options}{comma}{text.strip()[1:]}'
 
 
 def _check_schema(text: str, max_depth: int) -> None:

@@ -22,6 +22,7 @@ from tests.service.text.walks import (
     SIZES,
     TOKENIZERS,
     TREE,
+    decode,
     ids_of,
     texts,
 )
@@ -54,6 +55,38 @@ async def test_a_grammar_can_recurse() -> None:
     for text in await texts("tiny", "grammar", lark, 25):
         assert text.count("(") == text.count(")")
         assert text.strip("()") in {"ab", "é"}
+
+
+async def test_white_space_comes_to_an_end() -> None:
+    """A model that would write nothing else has to go on after a while, wherever it is."""
+    tokenizer = TOKENIZERS["byte_level"]
+    compiled = await GRAMMARS["byte_level"].compile(
+        "json_schema", '{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 9}'
+    )
+    blank = {t for t in range(437) if not (tokenizer.token_bytes(t) or b"x").strip()}
+    longest = 0
+    for seed in range(10):
+        constraint, rng, ids = compiled.constraint(), random.Random(seed), list[int]()
+        while len(ids) < 200:
+            mask = constraint.mask([])
+            assert mask is not None
+            allowed = ids_of(mask)
+            token = rng.choice([t for t in allowed if t in blank] or allowed)
+            if token in tokenizer.eos_ids:
+                break
+            ids.append(token)
+            constraint.advance([token])
+        found = re.findall(r"[ \n\r\t]+", decode("byte_level", ids))
+        longest = max([longest, *map(len, found)])
+    assert 10 <= longest <= 20
+
+
+async def test_a_schema_without_demands_is_any_json() -> None:
+    masks = []
+    for schema in ("{}", " { } ", "true"):
+        compiled = await GRAMMARS["tiny"].compile("json_schema", schema)
+        masks.append(compiled.constraint().mask([]))
+    assert all(np.array_equal(mask, masks[0]) for mask in masks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SIZES)
