@@ -148,6 +148,26 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="In [0, 1).")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="In (0, 10].")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Texts to generate, 1 … 16.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a Lark grammar of the text.")
+    ] = None,
+    session_id: Annotated[
+        str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
+    ] = None,
+    speculation: Annotated[
+        str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
+    ] = "auto",
     depth: DepthOption = "auto",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     model: Model = None,
@@ -160,6 +180,8 @@ def generate(
     mtp_gate: Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
+    from selfdraft.client import SpeculationMode
+
     from service.oneshot import Ask, generate_at, generate_here
 
     sampling = {
@@ -170,12 +192,20 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop": stop,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "n": n,
+        "logprobs": logprobs,
+        **_form(json_schema=json_schema, regex=regex, grammar=grammar),
     }
     ask = Ask(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
         chat=chat or system is not None,
         system=system,
         sampling={name: value for name, value in sampling.items() if value is not None},
+        session_id=session_id,
+        speculation=_choice("--speculation", speculation, SpeculationMode),
         max_depth=None if depth == "auto" else _depth(depth),
         timeout=timeout,
     )
@@ -188,7 +218,7 @@ def generate(
     settings = _config(
         model=model,
         revision=revision,
-        max_rows=1,
+        max_rows=min(max(n or 1, 1), 16),  # beyond that the request is refused
         kv_memory=kv_memory,
         context=context,
         depth=depth,
@@ -344,6 +374,25 @@ def _depth(text: str) -> int:
     if not text.isdecimal() or int(text) > MAX_DEPTH:
         raise UsageError(f"--depth: must be auto or 0 … {MAX_DEPTH}, not {text!r}")
     return int(text)
+
+
+def _form(**forms: Path | str | None) -> dict[str, str]:
+    """The form a text must have, read from its file where it is in one. Raises UsageError."""
+    given = {form: value for form, value in forms.items() if value is not None}
+    options = [f"--{form.replace('_', '-')}" for form in given]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(options)}: a text has one form")
+    return {
+        form: _read(option, value) if isinstance(value, Path) else value
+        for option, (form, value) in zip(options, given.items(), strict=True)
+    }
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: cannot read {path}: {error}") from error
 
 
 def _choice(option: str, value: str, choices: Any) -> Any:

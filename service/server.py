@@ -32,6 +32,7 @@ from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
 from service.logs import Logger
 from service.metrics import Metrics
+from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
 from service.version import VERSION
 
@@ -171,13 +172,20 @@ class Server:
             engine_factory=self._engine_factory,
             config=self._config.scheduler,
             clock=anyio.current_time,
+            on_step=self.metrics.step,
         ) as scheduler:
             self._scheduler = scheduler
             info = scheduler.info
             name = self._config.model_name or info.model
             self.metrics.model_loaded(info, name)
             self._note(info, tokenizer)
-            backend = Backend(scheduler=scheduler, tokenizer=tokenizer, name=name)
+            grammars = Grammars(
+                tokenizer, vocab_size=info.vocab_size, limits=self._config.limits.grammar
+            )
+            await anyio.to_thread.run_sync(grammars.prepare, abandon_on_cancel=True)
+            backend = Backend(
+                scheduler=scheduler, tokenizer=tokenizer, grammars=grammars, name=name
+            )
             return await self._serve(backend, health, servicer)
 
     def _note(self, info: EngineInfo, tokenizer: Tokenizer) -> None:

@@ -45,7 +45,7 @@ ROOMS: dict[str, Room] = {
     "service": Room(
         (
             *("service", "scheduler", "engine", "selfdraft", *GRPC, "anyio"),
-            *("tokenizers", "jinja2", "huggingface_hub", "typer", "click", "rich"),
+            *("tokenizers", "llguidance", "jinja2", "huggingface_hub", "typer", "click", "rich"),
             *("structlog", "prometheus_client", "numpy", "platformdirs"),
         )
     ),
