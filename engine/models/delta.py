@@ -89,8 +89,13 @@ def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
 def keep_all(trail: RecurrentTrail) -> RecurrentState:
     """The state after the whole block."""
     tail = trail.before.conv.shape[1]
-    assert trail.last is not None
-    return RecurrentState(conv=trail.rows[:, -tail:], memory=trail.last[0])
+    if trail.last is not None:
+        memory = trail.last[0]
+    else:
+        assert trail.block is not None
+        batch, _, width = trail.block.decayed.shape
+        memory = keep_block(trail.block, trail.before.memory, mx.full((batch,), width, mx.int32))
+    return RecurrentState(conv=trail.rows[:, -tail:], memory=memory)
 
 
 def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:
