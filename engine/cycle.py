@@ -17,11 +17,11 @@ Everything here only builds a lazy graph; nothing is evaluated. Plain decoding i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from engine.cache import PagePool, RecurrentTrail, window
+from engine.cache import PagePool, RecurrentTrail, slot_window, window
 from engine.models.delta import keep_all, keep_prefix
 from engine.models.qwen3_5 import DraftPast, Qwen35Model
 from engine.noise import Purpose, uniforms
@@ -134,12 +134,25 @@ class DecodeCycle:
                 hidden = self._model.mtp_draft(hidden, token[:, None], past)
         return Drafts(tokens=mx.stack(tokens, axis=1), q=mx.stack(laws, axis=1) if laws else None)
 
+    def settled(self, rows: RowArrays, table: mx.array) -> RowArrays:
+        """The same rows with every MTP slot below their length written, and only the last pending.
+
+        Needs `carry`. That slot lies at position `length`: whatever a row writes from here on does.
+        """
+        self._write_pending(rows, table)
+        return replace(
+            rows,
+            pending_hidden=rows.carry,
+            pending_tokens=rows.primary[:, None],
+            pending_count=mx.ones_like(rows.pending_count),
+        )
+
     def _write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
         """First MTP pass over the pending slots; returns its output [B, Wp, H]."""
         assert self._mtp_pool is not None
         width = rows.pending_tokens.shape[1]
         start = rows.length - rows.pending_count
-        where = window(start, width, table, self._page_size)
+        where = slot_window(start, width, table, self._page_size)
         return self._model.mtp_exact(
             rows.pending_hidden, rows.pending_tokens, where, self._mtp_pool
         )
@@ -165,6 +178,7 @@ class DecodeCycle:
         spent = alive & ~stopped & (remaining <= 0)
         last = mx.maximum(count - 1, 0)[:, None]
         primary = mx.take_along_axis(decided.tokens, last, axis=1)[:, 0]
+        emitted = count > 0
         keep = keep_all if width == 1 else lambda trail: keep_prefix(trail, count)
         flags = (
             stopped * FLAG_STOP
@@ -184,13 +198,14 @@ class DecodeCycle:
         pending = self._pending(rows, statics, table, hidden, decided.tokens, count)
         new = RowArrays(
             length=rows.length + count,
-            primary=mx.where(count > 0, primary, rows.primary),
+            primary=mx.where(emitted, primary, rows.primary),
             remaining=remaining,
             done=rows.done | fault | stopped | spent,
             states=tuple(keep(trail) for trail in trails),
             pending_hidden=pending[0],
             pending_tokens=pending[1],
             pending_count=pending[2],
+            carry=_carry(rows, hidden, last, emitted),
         )
         return CycleOutput(rows=new, packed=packed, logits=logits)
 
@@ -220,6 +235,15 @@ class DecodeCycle:
             mx.where(here, tokens, wide.pending_tokens),
             rows.pending_count + count,
         )
+
+
+def _carry(rows: RowArrays, hidden: mx.array, last: mx.array, emitted: mx.array) -> mx.array:
+    """Hidden of the last committed position, [B, 1, H], or nothing where it is not kept."""
+    if rows.carry.shape[1] == 0:
+        return rows.carry
+    if hidden.shape[1] > 1:
+        hidden = mx.take_along_axis(hidden, last[..., None], axis=1)
+    return mx.where(emitted[:, None, None], hidden, rows.carry)
 
 
 def _decide(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.cache import PagePool, RecurrentState, page_table, window
+from engine.boundary import Boundary, boundary_of
+from engine.cache import PagePool, RecurrentState, page_table, slot_window, window
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP
 from engine.models.delta import keep_all
 from engine.models.qwen3_5 import Qwen35Model
@@ -59,16 +60,26 @@ class Prefill:
         mtp_pool: PagePool | None,
         page_size: int,
         chunked: bool = False,
+        boundaries: bool = False,
     ) -> None:
-        """`chunked`: run recurrences in blocks (see `Qwen35Model.trunk`)."""
+        """`chunked`: run recurrences in blocks (see `Qwen35Model.trunk`). `boundaries`: rows may be
+        kept later, so they carry their last hidden along."""
         self._model = model
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
         self._chunked = chunked
+        self._carries = boundaries and mtp_pool is not None
 
-    def start(self, spec: RowSpec) -> PrefillRow:
-        """A row before its first chunk."""
+    def start(self, spec: RowSpec, boundary: Boundary | None = None) -> PrefillRow:
+        """A row before its first chunk, at a boundary where it restores one."""
+        if boundary is not None:
+            return PrefillRow(
+                spec=spec,
+                position=boundary.position,
+                states=boundary.states,
+                carry=boundary.carry,
+            )
         return PrefillRow(
             spec=spec, position=0, states=tuple(self._model.zero_states(1)), carry=None
         )
@@ -92,6 +103,16 @@ class Prefill:
         )
         return after, hidden[:, -1:]
 
+    def boundary(self, row: PrefillRow) -> Boundary:
+        """The point a row has reached."""
+        assert row.carry is not None
+        return boundary_of(
+            position=row.position,
+            states=row.states,
+            carry=row.carry if self._carries else row.carry[:, :0],
+            mtp=self._mtp_pool is not None and row.spec.speculative,
+        )
+
     def _write_slots(
         self, row: PrefillRow, hidden: mx.array, tokens: mx.array, table: mx.array
     ) -> None:
@@ -104,7 +125,7 @@ class Prefill:
         if tokens.shape[1] == 0:
             return
         start = mx.array([first], mx.int32)
-        where = window(start, tokens.shape[1], table, self._page_size)
+        where = slot_window(start, tokens.shape[1], table, self._page_size)
         self._model.mtp_exact(hidden, tokens, where, self._mtp_pool)
 
     def finish(self, row: PrefillRow, hidden: mx.array) -> FirstToken:
@@ -132,5 +153,6 @@ class Prefill:
             pending_hidden=hidden[:, :width],
             pending_tokens=token[:, None][:, :width],
             pending_count=mx.full((1,), width, mx.int32),
+            carry=hidden if self._carries else hidden[:, :0],
         )
         return FirstToken(rows=rows, packed=packed, logits=logits)

@@ -17,6 +17,12 @@ from engine.cache import RecurrentState
 from engine.plan import RowSpec
 from engine.sampling import Shaper, make_shaper, noise_keys
 
+_NOBODY = -1
+"""Place of the stack whose row is kept elsewhere."""
+
+FIRST_PAD = -2
+"""Rows with this id and lower stand in for nobody (`engine.padding`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
@@ -39,6 +45,9 @@ class RowArrays:
     """[B, Wp] int32: the token after each of them."""
     pending_count: mx.array
     """[B] int32: how many are valid. MTP slots written so far: length - pending_count."""
+    carry: mx.array
+    """[B, 1, H]: the trunk's hidden at length - 1, which outlives cycles that emit nothing; [B, 0,
+    H] where no boundary will need it."""
 
     def arrays(self) -> list[mx.array]:
         """Every array, for evaluation."""
@@ -124,21 +133,32 @@ class RowTable:
         self._batch: tuple[int, ...] = ()
         self._arrays: RowArrays | None = None
         self._statics: RowStatics | None = None
+        self._pad: RowArrays | None = None
 
     def __contains__(self, row: int) -> bool:
         return row in self._specs
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self.rows())
 
     def rows(self) -> set[int]:
         """Ids of all rows that can decode."""
-        return set(self._specs)
+        return {row for row in self._specs if row >= 0}
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Rows of the running cohort, in order."""
+        return self._batch
 
     def add(self, row: int, spec: RowSpec, arrays: RowArrays) -> None:
         """Park a freshly prefilled row."""
         self._specs[row] = spec
         self._parked[row] = arrays
+
+    def add_pads(self, specs: dict[int, RowSpec], arrays: RowArrays) -> None:
+        """Let `batch` take these ids as rows that all look like `arrays`, whenever they join."""
+        self._specs |= specs
+        self._pad = arrays
 
     def release(self, rows: Iterable[int]) -> None:
         """Forget rows; unknown ids are ignored. A stacked row leaves at the next regrouping."""
@@ -158,19 +178,40 @@ class RowTable:
         """Replace the stacked rows' state after a cycle."""
         self._arrays = arrays
 
+    def spec(self, row: int) -> RowSpec:
+        """What a row was started with; it must be known."""
+        return self._specs[row]
+
+    def one(self, row: int) -> RowArrays:
+        """A row by itself; it must be known."""
+        if row in self._parked:
+            return self._parked[row]
+        assert self._arrays is not None
+        return self._arrays.take([self._batch.index(row)])
+
+    def replace(self, row: int, arrays: RowArrays) -> None:
+        """Park a row with another state. A stacked row leaves its place; the others stay."""
+        self._batch = tuple(_NOBODY if other == row else other for other in self._batch)
+        self._parked[row] = arrays
+
     def arrays(self) -> list[mx.array]:
         """Every live array, for evaluation."""
         live = [] if self._arrays is None else self._arrays.arrays()
         return live + [a for parked in self._parked.values() for a in parked.arrays()]
 
+    def _take_parked(self, row: int) -> RowArrays:
+        if row <= FIRST_PAD and self._pad is not None:
+            return self._pad
+        return self._parked.pop(row)
+
     def _regroup(self, rows: tuple[int, ...]) -> None:
         old = {row: i for i, row in enumerate(self._batch)}
         for row, index in old.items():
-            if row not in rows and row in self._specs and self._arrays is not None:
+            if row not in rows and row >= 0 and row in self._specs and self._arrays is not None:
                 self._parked[row] = self._arrays.take([index])
         staying = [row for row in rows if row in old]
         joining = [row for row in rows if row not in old]
-        parts = [self._parked.pop(row) for row in joining]
+        parts = [self._take_parked(row) for row in joining]
         if staying and self._arrays is not None:
             indices = [old[row] for row in staying]
             whole = indices == list(range(len(self._batch)))

@@ -4,6 +4,10 @@ Two steps may be in flight. The device runs one; the graph of the next is built 
 host's larger share) and handed over the moment the first is done, before its results are read.
 Handing it over earlier would cost more than it gains: MLX reuses a page pool's buffer only when no
 running operation holds it, so a step submitted behind a running one would copy every pool.
+
+What fails before the device has seen it (no room, an error while a row's chunk is built) costs that
+row and nobody else: its writes are taken back from the graph. What fails in evaluation leaves the
+pools in an unknown state and ends the engine.
 """
 
 from __future__ import annotations
@@ -11,14 +15,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
+from engine import boundary_file
+from engine.boundary import BoundaryStore, LostBoundaryError, PlannedBoundaries, boundary_of
+from engine.budget import Budget
 from engine.cache import PagePool, page_table
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
 from engine.models.qwen3_5 import Qwen35Model
+from engine.padding import Shape, padded_rows
 from engine.plan import (
     MAX_STOP_IDS,
     NULL_PAGE,
@@ -26,33 +37,22 @@ from engine.plan import (
     EngineFailedError,
     EngineInfo,
     Finish,
+    KeepRow,
     PrefillChunk,
     RowResult,
+    RowSpec,
+    SavedPrefix,
     StepPlan,
     StepResult,
     pages_needed,
 )
 from engine.prefill import Prefill, PrefillRow
-from engine.rows import RowTable
+from engine.preflight import Preflight
+from engine.rows import FIRST_PAD, RowTable
+from engine.step import GoneError, OutOfMemoryError, Step, in_plan_order, rows_of
 
 _CLOSED = "the engine was closed"
 FAULT_TEXT = "the model produced non-finite logits"
-
-
-@dataclass(slots=True)
-class _Step:
-    """A submitted step: what to wait for and how to read it."""
-
-    plan: StepPlan
-    outputs: list[tuple[tuple[int, ...], mx.array, mx.array | None]] = field(default_factory=list)
-    """(rows, packed results, logits when traced), in result order."""
-    pending: list[mx.array] = field(default_factory=list)
-    """Everything the step must compute; emptied once the device has it, because a reference would
-    keep the next step from updating the page pools in place."""
-    ends: list[mx.array] = field(default_factory=list)
-    """Small arrays whose presence means that the step is done."""
-    build_s: float = 0.0
-    started: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,14 @@ class MLXEngine:
         keep_states: bool = True,
         chunked_prefill: bool = False,
         trace: bool = False,
+        deterministic: bool = False,
+        preflight: Preflight | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        """`deterministic`: see `EngineConfig`. `preflight` None never asks for room."""
+        self.budget = budget
+        """What the engine was planned to hold."""
+        self._model = model
         self._info = info
         self._pools = [*pools, mtp_pool] if mtp_pool is not None else list(pools)
         self._cycle = DecodeCycle(
@@ -96,10 +103,22 @@ class MLXEngine:
             mtp_pool=mtp_pool,
             page_size=info.page_size,
             chunked=chunked_prefill,
+            boundaries=info.boundaries > 0,
         )
         self._table = RowTable(info.vocab_size)
+        self._shape = self._one_shape() if deterministic else None
+        self._preflight = preflight
+        self._boundaries = BoundaryStore(info.boundaries)
+        self._fingerprint = ""
         self._prefilling: dict[int, PrefillRow] = {}
-        self._flight: deque[_Step] = deque()
+        self._reached: dict[int, int] = {}
+        """Position of each decoding row's last emitted token, as results tell."""
+        self._faulted: set[int] = set()
+        self._lost: set[int] = set()
+        """Faulted rows that the device does not have; a plan may name them until it learns."""
+        self._ended: float | None = None
+        """When the last step ended, if it left rows to go on with and nothing runs."""
+        self._flight: deque[Step] = deque()
         self._failed = ""
         self._trace = trace
         self.traces: list[Trace] = []
@@ -113,14 +132,28 @@ class MLXEngine:
         self._info = info
         return self
 
+    def _one_shape(self) -> Shape:
+        info = self._info
+        columns = pages_needed(info.context_length, info.page_size)
+        shape = Shape(rows=padded_rows(info.max_rows), columns=columns, depth=info.max_depth)
+        pads = (FIRST_PAD - index for index in range(shape.rows))
+        arrays = shape.stand_in(
+            self._model, mtp=info.max_depth > 0, carry=info.boundaries > 0 and info.max_depth > 0
+        )
+        self._table.add_pads({row: shape.spec(row) for row in pads}, arrays)
+        return shape
+
     def submit(self, plan: StepPlan) -> None:
-        """Build the step's graph, and run it unless another step is running."""
+        """Build the step's graph, and run it unless another step is running.
+
+        A row that cannot be built, or has no room, is faulted alone in this step's result.
+        """
         self._check_alive()
         if len(self._flight) >= self.max_in_flight:
             raise ValueError(f"{self.max_in_flight} steps are already in flight")
         self._validate(plan)
         began = time.perf_counter()
-        step = _Step(plan=plan)
+        step = Step(plan=plan)
         try:
             self._build(step)
             step.build_s = time.perf_counter() - began
@@ -141,11 +174,16 @@ class MLXEngine:
         try:
             mx.eval(step.ends)
             ended = time.perf_counter()
+            if step.runs_rows:
+                self._ended = ended
             if self._flight:
                 self._dispatch(self._flight[0])
             rows = tuple(result for output in step.outputs for result in self._read(output))
         except Exception as error:
             raise self._fail(error) from error
+        if step.lost:
+            rows = in_plan_order(step.plan, rows, step.lost)
+        self._remember(step, rows)
         return StepResult(
             step=step.plan.step,
             rows=rows,
@@ -153,7 +191,63 @@ class MLXEngine:
             build_s=step.build_s,
             wait_s=ended - began,
             device_s=ended - step.started,
+            gap_s=step.gap_s,
         )
+
+    def export_boundary(
+        self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path
+    ) -> None:
+        """Write a boundary and the pages of its prefix to a file. Nothing may be in flight.
+
+        Raises ValueError for an unknown boundary and OSError as the file system does; a file is
+        complete or absent.
+        """
+        self._check_idle()
+        position, mtp = self._boundaries.facts().get(boundary, (0, False))
+        if position == 0:
+            raise ValueError(f"boundary {boundary} is unknown")
+        if (len(saved.tokens), saved.mtp) != (position, mtp):
+            raise ValueError(
+                f"boundary {boundary} is at {position} with mtp={mtp}, "
+                f"saved says {len(saved.tokens)} with mtp={saved.mtp}"
+            )
+        self._check_table(f"boundary {boundary}", pages, position)
+        self._files().write(self._boundaries[boundary], saved, pages, path)
+
+    def read_boundary(self, path: Path) -> SavedPrefix:
+        """What a file holds. Raises ForeignFileError unless it is of this very model."""
+        self._check_alive()
+        return self._files().read(path)
+
+    def import_boundary(self, boundary: int, pages: NDArray[np.int32], path: Path) -> None:
+        """Load a file into `pages` and under a new boundary id. Nothing may be in flight.
+
+        Raises ForeignFileError as `read_boundary` does, before anything is changed.
+        """
+        self._check_idle()
+        facts = self._boundaries.facts()
+        planned = PlannedBoundaries(facts, limit=self._info.boundaries, drafts=True)
+        saved, arrays = self._files().load(path)
+        planned.add(boundary, len(saved.tokens), mtp=saved.mtp)
+        planned.finish()
+        self._check_table(f"boundary {boundary}", pages, len(saved.tokens))
+        self._boundaries.add(boundary, self._files().place(saved, arrays, pages))
+
+    def _files(self) -> boundary_file.BoundaryFiles:
+        if not self._fingerprint:
+            self._fingerprint = boundary_file.fingerprint(self._model)
+        count = self._model.attention_layers
+        return boundary_file.BoundaryFiles(
+            fingerprint=self._fingerprint,
+            model=self._model,
+            pools=self._pools[:count],
+            mtp_pool=self._pools[count] if len(self._pools) > count else None,
+        )
+
+    def _check_idle(self) -> None:
+        self._check_alive()
+        if self._flight:
+            raise ValueError("a step is in flight")
 
     def close(self) -> None:
         """Release device memory and, off the main thread, MLX itself; idempotent."""
@@ -166,9 +260,10 @@ class MLXEngine:
         self._failed = _CLOSED
         self._flight.clear()
         self._prefilling.clear()
+        self._boundaries = BoundaryStore(0)
         self._table = RowTable(self._info.vocab_size)
         self._pools.clear()
-        del self._cycle, self._prefill
+        del self._cycle, self._prefill, self._model
         mx.clear_cache()
 
     def _check_alive(self) -> None:
@@ -180,43 +275,185 @@ class MLXEngine:
         self._failed = f"{type(error).__name__}: {error}"
         return EngineFailedError(self._failed)
 
-    def _dispatch(self, step: _Step) -> None:
+    def _dispatch(self, step: Step) -> None:
         step.started = time.perf_counter()
+        if self._ended is not None and step.runs_rows:
+            step.gap_s, self._ended = step.started - self._ended, None
         mx.async_eval(step.pending)
         step.pending = []
 
-    def _build(self, step: _Step) -> None:
+    def _build(self, step: Step) -> None:
         plan = step.plan
-        self._table.release(plan.release)
-        for row in plan.release:
-            self._prefilling.pop(row, None)
+        fresh = [array for keep in plan.keep for array in self._keep(keep)]
+        self._release(plan.release)
+        self._boundaries.drop(plan.drop)
+        if plan.copies:
+            pairs = mx.array(plan.copies, mx.int32)
+            for pool in self._pools:
+                pool.copy(pairs[:, 0], pairs[:, 1])
         for chunk in plan.prefill:
-            self._build_chunk(step, chunk)
+            fresh += self._build_chunk(step, chunk)
         if plan.decode is not None:
             self._build_decode(step, plan.decode)
         step.ends += [packed for _, packed, _ in step.outputs]
-        step.pending = [*self._live_arrays(), *step.ends]
+        if not step.ends and (plan.keep or plan.copies):
+            # Summed, because a view would hold on to the pool.
+            step.ends = [self._pools[0].keys[0, 0, 0].sum()]
+        step.pending = [*self._live_arrays(), *fresh, *step.ends]
 
-    def _build_chunk(self, step: _Step, chunk: PrefillChunk) -> None:
-        row = self._prefilling.pop(chunk.row, None)
+    def _keep(self, keep: KeepRow) -> list[mx.array]:
+        """Save a decoding row's point; returns what must be evaluated."""
+        spec, rows = self._table.spec(keep.row), self._table.one(keep.row)
+        mtp = spec.speculative and self._info.max_depth > 0
+        if mtp:
+            rows = self._cycle.settled(rows, page_table(keep.pages[None]))
+            self._table.replace(keep.row, rows)
+        saved = boundary_of(
+            position=self._reached[keep.row], states=rows.states, carry=rows.carry, mtp=mtp
+        )
+        self._boundaries.add(keep.boundary, saved)
+        return saved.arrays()
+
+    def _release(self, rows: Iterable[int]) -> None:
+        self._table.release(rows)
+        for row in rows:
+            self._prefilling.pop(row, None)
+            self._reached.pop(row, None)
+            self._faulted.discard(row)
+            self._lost.discard(row)
+
+    def _build_chunk(self, step: Step, chunk: PrefillChunk) -> list[mx.array]:
+        """Build a row's chunk, or fault the row; returns what else must be evaluated."""
+        handles = [pool.handles() for pool in self._pools]
+        try:
+            if chunk.row in self._lost:
+                raise GoneError
+            need = step.need
+            if self._preflight is not None:
+                need += self._preflight.estimator.chunk(len(chunk.tokens), len(chunk.pages))
+            self._check_room(need)
+            fresh = self._run_chunk(step, chunk)
+            step.need = need
+            return fresh
+        except EngineFailedError:
+            raise
+        except Exception as error:
+            for pool, before in zip(self._pools, handles, strict=True):
+                pool.restore(before)
+            if chunk.save is not None:
+                self._boundaries.lose(chunk.save, chunk.start + len(chunk.tokens))
+            if not isinstance(error, GoneError):
+                self._lose(step, "prefill", chunk.row, error)
+            elif chunk.last:
+                step.lost["prefill", chunk.row] = RowResult(row=chunk.row)
+            return []
+
+    def _run_chunk(self, step: Step, chunk: PrefillChunk) -> list[mx.array]:
+        row = self._prefilling.get(chunk.row)
         if row is None:
             assert chunk.spec is not None
-            row = self._prefill.start(chunk.spec)
+            start = None if chunk.restore is None else self._boundaries[chunk.restore]
+            row = self._prefill.start(chunk.spec, start)
         row, hidden = self._prefill.chunk(row, chunk)
-        if not chunk.last:
+        saved = None if chunk.save is None else self._prefill.boundary(row)
+        first = self._prefill.finish(row, hidden) if chunk.last else None
+        # Nothing below raises: the engine's books and the graph change together.
+        if chunk.save is not None and saved is not None:
+            self._boundaries.add(chunk.save, saved)
+        if first is None:
             self._prefilling[chunk.row] = row
             step.ends.append(hidden)
-            return
-        first = self._prefill.finish(row, hidden)
-        self._table.add(chunk.row, row.spec, first.rows)
-        step.outputs.append(((chunk.row,), first.packed, first.logits if self._trace else None))
+        else:
+            self._prefilling.pop(chunk.row, None)
+            self._table.add(chunk.row, row.spec, first.rows)
+            self._reached[chunk.row] = row.position - 1
+            step.outputs.append(((chunk.row,), first.packed, first.logits if self._trace else None))
+        return [] if saved is None else saved.arrays()
 
-    def _build_decode(self, step: _Step, batch: DecodeBatch) -> None:
+    def _chunk_spec(self, chunk: PrefillChunk) -> RowSpec | None:
+        row = self._prefilling.get(chunk.row)
+        return chunk.spec if row is None else row.spec
+
+    def _build_decode(self, step: Step, batch: DecodeBatch, part: str = "decode") -> None:
+        batch = self._without_lost(step, batch, part)
+        if not batch.rows:
+            return
+        if self._shape is not None:
+            batch = self._shape.pad(batch)
         rows, statics = self._table.batch(batch.rows)
         limits = mx.array(batch.limits, mx.int32)
         output = self._cycle.run(rows, statics, page_table(batch.pages), batch.depth, limits)
         self._table.update(output.rows)
         step.outputs.append((batch.rows, output.packed, output.logits if self._trace else None))
+
+    def _without_lost(self, step: Step, batch: DecodeBatch, part: str) -> DecodeBatch:
+        """The cohort without rows that are gone or for whose joining there is no room."""
+        joining = set(batch.rows) - set(self._table.stacked)
+        kept: list[int] = []
+        for index, row in enumerate(batch.rows):
+            if row in self._lost:
+                step.lost[part, row] = RowResult(row=row)
+                continue
+            if row in joining:
+                try:
+                    self._check_room(step.need + self._cohort_bytes(len(kept) + 1, batch))
+                except OutOfMemoryError as error:
+                    self._lose(step, part, row, error)
+                    continue
+            kept.append(index)
+        step.need += self._cohort_bytes(len(kept), batch)
+        if len(kept) == len(batch.rows):
+            return batch
+        return DecodeBatch(
+            rows=tuple(batch.rows[index] for index in kept),
+            pages=batch.pages[kept],
+            depth=batch.depth,
+            limits=tuple(batch.limits[index] for index in kept),
+        )
+
+    def _cohort_bytes(self, rows: int, batch: DecodeBatch) -> int:
+        if self._preflight is None:
+            return 0
+        columns = batch.pages.shape[1]
+        if self._shape is not None:
+            rows, columns = self._shape.rows, self._shape.columns
+        return self._preflight.estimator.cohort(rows, rows * columns)
+
+    def _check_room(self, need: int) -> None:
+        """Raises OutOfMemoryError unless there is room for `need` bytes while the step runs."""
+        refusal = None if self._preflight is None else self._preflight.refusal(need, self._wait)
+        if refusal is not None:
+            raise OutOfMemoryError(refusal)
+
+    def _wait(self) -> None:
+        """Until the device has nothing to do."""
+        try:
+            if self._flight:
+                mx.eval(self._flight[0].ends)
+        except Exception as error:  # not the fault of the row for which room is wanted
+            raise EngineFailedError(f"{type(error).__name__}: {error}") from error
+
+    def _lose(self, step: Step, part: str, row: int, error: Exception) -> None:
+        """Fault a row that this step cannot run; nothing of it stays on the device."""
+        text = str(error) if isinstance(error, (OutOfMemoryError, LostBoundaryError)) else ""
+        fault = text or f"building its step failed: {type(error).__name__}: {error}"
+        self._release([row])
+        self._faulted.add(row)
+        self._lost.add(row)
+        step.lost[part, row] = RowResult(row=row, fault=fault)
+
+    def _remember(self, step: Step, rows: tuple[RowResult, ...]) -> None:
+        """What the host now knows of the rows, and whether there is work to go on with."""
+        for result in rows:
+            if result.row in self._reached:
+                self._reached[result.row] += len(result.tokens)
+            if result.fault is not None:
+                self._faulted.add(result.row)
+        going_on = any(not chunk.last for chunk in step.plan.prefill) or any(
+            result.tokens and result.finish is None for result in rows
+        )
+        if step.runs_rows and not going_on:
+            self._ended = None
 
     def _live_arrays(self) -> list[mx.array]:
         live = [array for pool in self._pools for array in (pool.keys, pool.values)]
@@ -229,6 +466,8 @@ class MLXEngine:
         width = packed.shape[1] - TAIL
         results = []
         for index, (row, line) in enumerate(zip(rows, values, strict=True)):
+            if row <= FIRST_PAD:
+                break
             tokens, drafted, accepted, flags = unpack(line, width)
             results.append(_result(row, tokens, drafted, accepted, flags))
             if logits is not None and tokens:
@@ -238,29 +477,79 @@ class MLXEngine:
 
     def _validate(self, plan: StepPlan) -> None:
         """Raise ValueError, before anything is built, when the plan breaks the contract."""
+        points = self._check_keeps(plan)
+        points.drop(plan.drop)
+        self._check_copies(plan)
+        lost = self._lost - set(plan.release)
         known = set(self._prefilling) - set(plan.release)
         ready = self._table.rows() - set(plan.release)
         chunked = [chunk.row for chunk in plan.prefill]
         if len(set(chunked)) != len(chunked):
             raise ValueError(f"a step takes one chunk per row; rows of this one: {chunked}")
         for chunk in plan.prefill:
-            self._check_chunk(chunk, known, ready)
+            if chunk.row not in lost:
+                self._check_chunk(chunk, known, ready)
+                if chunk.restore is not None:
+                    points.restore(chunk)
+            spec = self._chunk_spec(chunk)
+            if chunk.save is not None:
+                mtp = spec is None or spec.speculative
+                points.add(chunk.save, chunk.start + len(chunk.tokens), mtp=mtp)
+            if chunk.row in lost:
+                continue
             known.discard(chunk.row)
             (ready if chunk.last else known).add(chunk.row)
         if len(known | ready) > self._info.max_rows:
             raise ValueError(f"more than max_rows ({self._info.max_rows}) rows hold state")
+        points.finish()
         if plan.decode is not None:
-            self._check_decode(plan.decode, ready)
+            self._check_decode(plan.decode, ready | lost)
+
+    def _check_keeps(self, plan: StepPlan) -> PlannedBoundaries:
+        info = self._info
+        points = PlannedBoundaries(
+            self._boundaries.facts(), limit=info.boundaries, drafts=info.max_depth > 0
+        )
+        flying = {row for step in self._flight for row in rows_of(step.plan)}
+        for keep in plan.keep:
+            row = keep.row
+            if row not in self._reached or row in self._faulted:
+                raise ValueError(f"row {row}: only a decoding row without fault can be kept")
+            if row in flying:
+                raise ValueError(f"row {row}: to be kept, but a step in flight names it")
+            position = self._reached[row]
+            self._check_table(f"row {row}", keep.pages, position)
+            points.add(keep.boundary, position, mtp=self._table.spec(row).speculative)
+        return points
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        targets = [target for _, target in plan.copies]
+        pages = np.array(plan.copies, np.int32).reshape(-1)
+        self._check_pages(pages)
+        if (pages == NULL_PAGE).any():
+            raise ValueError("the null page cannot be copied")
+        if len(set(targets)) < len(targets) or {s for s, _ in plan.copies} & set(targets):
+            raise ValueError(f"no page may be written twice, nor read and written: {plan.copies}")
+
+    def _check_table(self, what: str, pages: NDArray[np.int32], positions: int) -> None:
+        if len(pages) < pages_needed(positions, self._info.page_size):
+            raise ValueError(f"{what}: page table does not cover {positions} positions")
+        self._check_pages(pages)
 
     def _check_chunk(self, chunk: PrefillChunk, known: set[int], ready: set[int]) -> None:
         size, info = len(chunk.tokens), self._info
         row = self._prefilling.get(chunk.row)
         if chunk.row in ready:
             raise ValueError(f"row {chunk.row}: its prompt is complete already")
-        if (chunk.spec is None) == (chunk.start == 0):
-            raise ValueError(f"row {chunk.row}: spec belongs to the first chunk, and only there")
-        if chunk.row not in known and chunk.start != 0:
+        first = chunk.row not in known
+        if first and chunk.restore is None and chunk.start != 0:
             raise ValueError(f"row {chunk.row}: unknown, so its chunk must start at 0")
+        if (chunk.spec is not None) != first:
+            raise ValueError(f"row {chunk.row}: spec belongs to the first chunk, and only there")
+        if not first and (chunk.restore is not None or chunk.prefix is not None):
+            raise ValueError(f"row {chunk.row}: restore and prefix belong to the first chunk")
+        if chunk.restore is None and chunk.prefix is not None:
+            raise ValueError(f"row {chunk.row}: prefix belongs to a restore")
         if row is not None and chunk.row in known and row.position != chunk.start:
             raise ValueError(f"row {chunk.row}: chunk starts at {chunk.start}, not {row.position}")
         if size == 0 or chunk.start + size > info.context_length:

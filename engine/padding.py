@@ -1,0 +1,76 @@
+"""Rows that stand in for nobody, so that every decode cycle has one shape (`deterministic`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.models.qwen3_5 import Qwen35Model
+from engine.plan import NULL_PAGE, DecodeBatch, RowSpec, SamplingParams
+from engine.rows import FIRST_PAD, RowArrays
+
+_TILE = 16
+"""A matmul's last rows may go through another kernel than the others when their number is no
+multiple of the kernel's tile, and then a row's bits would depend on its place."""
+
+_SPECS = (
+    RowSpec(sampling=SamplingParams(temperature=0.0), max_tokens=1),
+    RowSpec(
+        sampling=SamplingParams(temperature=1.0, draft_temperature=0.5, top_p=0.5, min_p=0.1),
+        max_tokens=1,
+    ),
+)
+"""Greedy and fully shaped: with both always in the cohort, which filters run never depends on the
+neighbours either."""
+
+
+def padded_rows(max_rows: int) -> int:
+    """Rows of every cycle."""
+    return -(-(max_rows + len(_SPECS)) // _TILE) * _TILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The one shape."""
+
+    rows: int
+    columns: int
+    """Pages per row: the whole context's."""
+    depth: int
+
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """The same cohort in this shape: the depth that was planned lives on in `limits`."""
+        missing = self.rows - len(batch.rows)
+        pads = tuple(FIRST_PAD - index for index in range(missing))
+        pages = batch.pages[:, : self.columns]
+        widths = ((0, missing), (0, self.columns - pages.shape[1]))
+        return DecodeBatch(
+            rows=batch.rows + pads,
+            pages=np.pad(pages, widths, constant_values=NULL_PAGE),
+            depth=self.depth,
+            limits=batch.limits + (0,) * missing,
+        )
+
+    @staticmethod
+    def spec(row: int) -> RowSpec:
+        """Specification of a stand-in."""
+        return _SPECS[(FIRST_PAD - row) % len(_SPECS)]
+
+    def stand_in(self, model: Qwen35Model, *, mtp: bool, carry: bool) -> RowArrays:
+        """One row that is done and has nothing."""
+        zero, hidden = mx.zeros((1,), mx.int32), model.config.hidden_size
+        dtype = model.model.norm.weight.dtype
+        width = self.depth + 1 if mtp else 0
+        return RowArrays(
+            length=zero,
+            primary=zero,
+            remaining=zero,
+            done=mx.ones((1,), mx.bool_),
+            states=tuple(model.zero_states(1)),
+            pending_hidden=mx.zeros((1, width, hidden), dtype),
+            pending_tokens=mx.zeros((1, width), mx.int32),
+            pending_count=zero,
+            carry=mx.zeros((1, 1 if carry else 0, hidden), dtype),
+        )
