@@ -17,12 +17,13 @@ Everything here only builds a lazy graph; nothing is evaluated. Plain decoding i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from engine.cache import PagePool, RecurrentTrail, slot_window, window
-from engine.models.delta import keep_all, keep_prefix
+from engine.cache import PagePool, RecurrentState, RecurrentTrail, slot_window, window
+from engine.models.delta import keep_all, keep_one, keep_prefix
 from engine.models.qwen3_5 import DraftPast, Qwen35Model
 from engine.noise import Purpose, uniforms
 from engine.rows import RowArrays, RowStatics
@@ -71,11 +72,14 @@ class DecodeCycle:
         mtp_pool: PagePool | None,
         page_size: int,
         keep_states: bool = True,
+        boundaries: bool = False,
     ) -> None:
         """`keep_states`: a verify keeps the recurrent state after each token and the commit picks
-        one; otherwise the commit replays the block. Same bits, memory against time."""
+        one; otherwise the commit replays the block. Same bits, memory against time. `boundaries`:
+        rows may be kept after they ended, so cycles they sit through must leave their state."""
         self._model = model
         self._keep_states = keep_states
+        self._boundaries = boundaries
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
@@ -179,7 +183,7 @@ class DecodeCycle:
         last = mx.maximum(count - 1, 0)[:, None]
         primary = mx.take_along_axis(decided.tokens, last, axis=1)[:, 0]
         emitted = count > 0
-        keep = keep_all if width == 1 else lambda trail: keep_prefix(trail, count)
+        keep = self._keeper(width, count, emitted)
         flags = (
             stopped * FLAG_STOP
             + spent * FLAG_LENGTH
@@ -208,6 +212,15 @@ class DecodeCycle:
             carry=_carry(rows, hidden, last, emitted),
         )
         return CycleOutput(rows=new, packed=packed, logits=logits)
+
+    def _keeper(
+        self, width: int, count: mx.array, emitted: mx.array
+    ) -> Callable[[RecurrentTrail], RecurrentState]:
+        """How to keep exactly `count` [B] tokens of a block; for one token it can be had cheaper,
+        and for nothing where it does not matter what becomes of a row that ended."""
+        if width > 1:
+            return lambda trail: keep_prefix(trail, count)
+        return (lambda trail: keep_one(trail, emitted)) if self._boundaries else keep_all
 
     def _pending(
         self,

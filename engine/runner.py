@@ -96,6 +96,7 @@ class MLXEngine:
             mtp_pool=mtp_pool,
             page_size=info.page_size,
             keep_states=keep_states,
+            boundaries=info.boundaries > 0,
         )
         self._prefill = Prefill(
             model=model,

@@ -83,15 +83,22 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
 
 
 def engine_over(
-    model: Qwen35Model, *, pages: int = 160, max_rows: int = 16, trace: bool = True
+    model: Qwen35Model,
+    *,
+    pages: int = 160,
+    max_rows: int = 16,
+    trace: bool = True,
+    boundaries: int = 0,
+    page_size: int = PAGE_SIZE,
+    **options: Any,
 ) -> MLXEngine:
-    """An engine with its own pools over a shared model."""
+    """An engine with its own pools over a shared model; `options` are `MLXEngine`'s."""
     config = model.config
 
     def pool() -> PagePool:
         return PagePool(
             pages=pages,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=mx.float32,
@@ -107,7 +114,7 @@ def engine_over(
         max_depth=8,
         max_rows=max_rows,
         pages=pages,
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         page_bytes=0,
         row_bytes=0,
         weight_bytes=0,
@@ -116,9 +123,10 @@ def engine_over(
         quantization="none",
         device="cpu",
         blas="mlx reference",
+        boundaries=boundaries,
     )
     pools = [pool() for _ in range(model.attention_layers)]
-    return MLXEngine(model=model, pools=pools, mtp_pool=pool(), info=info, trace=trace)
+    return MLXEngine(model=model, pools=pools, mtp_pool=pool(), info=info, trace=trace, **options)
 
 
 def greedy(max_tokens: int, *, stop_ids: tuple[int, ...] = (), seed: int = 0) -> RowSpec:

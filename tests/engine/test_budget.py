@@ -150,8 +150,10 @@ def test_estimate_counts_pages_and_rows_exactly() -> None:
     # One full-attention layer and the head: keys and values of 2 heads × 32.
     assert costs.page_bytes == 2 * (2 * 16 * 2 * 32 * 4)
     assert costs.gather_bytes == costs.page_bytes // 2
-    # Three linear layers: 4 × 16 × 16 float32 memory, 3 rows of 128 channels; 4 pending hiddens.
-    assert costs.row_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 4 * 64 * 4
+    # Three linear layers: 4 × 16 × 16 float32 memory, 3 rows of 128 channels; 4 pending hiddens
+    # and the last one once more.
+    assert costs.row_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 5 * 64 * 4
+    assert costs.boundary_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 64 * 4
     without = estimate(arch, weight_bytes=1, item_bytes=2, page_size=16, depth=0, mtp=False)
     assert without.page_bytes == 2 * 16 * 2 * 32 * 2
 
