@@ -135,10 +135,15 @@ class PagePool:
         """Undo every write since `handles`, none of which may have been evaluated."""
         self.keys, self.values = handles
 
-    def copy(self, source: mx.array, target: mx.array) -> None:
-        """Copy whole pages, ids int32 [n] each; a target is in no other place of either list."""
-        self.keys[target] = self.keys[source]
-        self.values[target] = self.values[source]
+    def copy(self, source: mx.array, target: mx.array) -> list[mx.array]:
+        """Copy whole pages, ids int32 [n] each; a target is in no other place of either list.
+
+        Returns the pages as read. Evaluate them before anything that writes to the pool: a read
+        that still runs holds the buffer, and the write would copy the whole pool.
+        """
+        pages = [self.keys[source], self.values[source]]
+        self.keys[target], self.values[target] = pages
+        return pages
 
     @property
     def nbytes(self) -> int:

@@ -280,6 +280,9 @@ class MLXEngine:
         step.started = time.perf_counter()
         if self._ended is not None and step.runs_rows:
             step.gap_s, self._ended = step.started - self._ended, None
+        if step.first:
+            mx.eval(step.first)
+            step.first = []
         mx.async_eval(step.pending)
         step.pending = []
 
@@ -291,7 +294,7 @@ class MLXEngine:
         if plan.copies:
             pairs = mx.array(plan.copies, mx.int32)
             for pool in self._pools:
-                pool.copy(pairs[:, 0], pairs[:, 1])
+                step.first += pool.copy(pairs[:, 0], pairs[:, 1])
         for chunk in plan.prefill:
             fresh += self._build_chunk(step, chunk)
         if plan.decode is not None:

@@ -21,6 +21,8 @@ class Step:
     pending: list[mx.array] = field(default_factory=list)
     """Everything the step must compute; emptied once the device has it, because a reference would
     keep the next step from updating the page pools in place."""
+    first: list[mx.array] = field(default_factory=list)
+    """What must be done before the rest may start (see `PagePool.copy`)."""
     ends: list[mx.array] = field(default_factory=list)
     """Small arrays whose presence means that the step is done."""
     lost: dict[tuple[str, int], RowResult] = field(default_factory=dict)

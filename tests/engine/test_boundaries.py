@@ -177,7 +177,7 @@ def _states_shared_and_mutated(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_page_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagePool, "copy", lambda self, source, target: None)
+    patch.setattr(PagePool, "copy", lambda self, source, target: [])
 
 
 def _restored_with(change: Callable[[Boundary], Boundary], patch: pytest.MonkeyPatch) -> None:
