@@ -94,7 +94,7 @@ class BoundaryFiles:
             "metadata": saved.metadata,
             "sha256": _digest(tensors),
         }
-        _write_whole(path, tensors, {KEY: json.dumps(manifest)})
+        _write_whole(path, tensors, {KEY: json.dumps(sealed(manifest))})
 
     def read(self, path: Path) -> SavedPrefix:
         """What a file says about itself. Raises ForeignFileError unless it is complete and fits."""
@@ -165,6 +165,8 @@ class BoundaryFiles:
         if manifest.get("version") != VERSION:
             found = manifest.get("version")
             raise ForeignFileError(f"{path}: format version {found!r}, this engine reads {VERSION}")
+        if sealed(manifest) != manifest:
+            raise ForeignFileError(f"{path}: damaged: its manifest is not what was written")
         if manifest.get("fingerprint") != self.fingerprint:
             raise ForeignFileError(f"{path}: of another model, or of another type of weights")
         saved = _saved_prefix(path, manifest)
@@ -197,6 +199,13 @@ class BoundaryFiles:
 
 _TYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16"}
 """Names of types in a safetensors header."""
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with the digest of everything else in it."""
+    rest = {key: value for key, value in manifest.items() if key != "seal"}
+    text = json.dumps(rest, sort_keys=True)
+    return rest | {"seal": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _manifest(path: Path) -> dict[str, Any]:

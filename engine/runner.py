@@ -392,20 +392,22 @@ class MLXEngine:
 
     def _without_lost(self, step: Step, batch: DecodeBatch, part: str) -> DecodeBatch:
         """The cohort without rows that are gone or for whose joining there is no room."""
-        joining = set(batch.rows) - set(self._table.stacked)
+        staying = set(batch.rows).intersection(self._table.stacked)
         kept: list[int] = []
+        count = len(staying)
         for index, row in enumerate(batch.rows):
             if row in self._lost:
                 step.lost[part, row] = RowResult(row=row)
                 continue
-            if row in joining:
+            if row not in staying:
                 try:
-                    self._check_room(step.need + self._cohort_bytes(len(kept) + 1, batch))
+                    self._check_room(step.need + self._cohort_bytes(count + 1, batch))
                 except OutOfMemoryError as error:
                     self._lose(step, part, row, error)
                     continue
+                count += 1
             kept.append(index)
-        step.need += self._cohort_bytes(len(kept), batch)
+        step.need += self._cohort_bytes(count, batch)
         if len(kept) == len(batch.rows):
             return batch
         return DecodeBatch(

@@ -223,6 +223,6 @@ def test_copies_reach_every_pool(model: Qwen35Model) -> None:
     source, target = host.pages[1][0], 150
     host.run(copies=((source, target),))
     for pool in host.engine._pools:
-        assert mx.abs(pool.keys[source]).sum().item() > 0
+        assert mx.any(pool.keys[source] != 0).item()
         assert mx.array_equal(pool.keys[source], pool.keys[target])
         assert mx.array_equal(pool.values[source], pool.values[target])
