@@ -57,10 +57,12 @@ class EngineConfig:
     are done), `max_depth` drafts whatever depth is planned, page tables of the whole context. Then
     a row's logits depend on neither its neighbours nor the depth, bit for bit, on any BLAS and any
     device; nor do its tokens, if they are greedy or coupled (rejection sampling draws its noise by
-    what was drafted). Its prompt must come in the same chunks. The price is that one row costs as
-    much as a full house at full depth, and attention reads the whole context: cap `context`,
-    `max_rows` and `max_depth` accordingly. `blas = reference` gives the same on a CPU without it.
-    """
+    what was drafted). Its prompt must come in the same chunks. Where a BLAS treats the places of a
+    batch differently (tried at load), rows decode one by one instead, each at full depth.
+
+    The price: one row costs as much as a full house at full depth, or a house as much as its rows
+    one after the other; attention reads the whole context. Cap `context`, `max_rows` and
+    `max_depth` accordingly. On a CPU, `blas = reference` gives the same without it."""
     max_depth: int = 8
     """Most tokens drafted per cycle, 0…8. 0 turns drafting off."""
     prefill_chunk: int | None = None

@@ -84,6 +84,11 @@ class DecodeCycle:
         self._mtp_pool = mtp_pool
         self._page_size = page_size
 
+    @property
+    def mtp_pool(self) -> PagePool | None:
+        """The MTP layer's pages, where drafts are made."""
+        return self._mtp_pool
+
     def run(
         self, rows: RowArrays, statics: RowStatics, table: mx.array, depth: int, limits: mx.array
     ) -> CycleOutput:
@@ -117,7 +122,7 @@ class DecodeCycle:
     ) -> Drafts:
         """Propose `depth` tokens per row; writes the pending MTP slots."""
         assert self._mtp_pool is not None
-        hidden = self._write_pending(rows, table)
+        hidden = self.write_pending(rows, table)
         last = mx.maximum(rows.pending_count - 1, 0)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
         past = DraftPast(self._mtp_pool, table, rows.length) if depth > 1 else None
@@ -143,7 +148,7 @@ class DecodeCycle:
 
         Needs `carry`. That slot lies at position `length`: whatever a row writes from here on does.
         """
-        self._write_pending(rows, table)
+        self.write_pending(rows, table)
         return replace(
             rows,
             pending_hidden=rows.carry,
@@ -151,7 +156,7 @@ class DecodeCycle:
             pending_count=mx.ones_like(rows.pending_count),
         )
 
-    def _write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
+    def write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
         """First MTP pass over the pending slots; returns its output [B, Wp, H]."""
         assert self._mtp_pool is not None
         width = rows.pending_tokens.shape[1]
@@ -238,7 +243,7 @@ class DecodeCycle:
             return hidden, tokens, count
         if rows.pending_tokens.shape[1] >= PENDING_LIMIT:
             # The pass is run for the slots it writes; its output is not needed.
-            self._write_pending(rows, table)
+            self.write_pending(rows, table)
             return hidden, tokens, count
         wide = rows.widened(rows.pending_tokens.shape[1] + 1)
         slot = mx.arange(wide.pending_tokens.shape[1], dtype=mx.int32)[None, :]

@@ -37,6 +37,12 @@ STATES_SHARE = 8
 replays the block instead of picking a state."""
 
 
+_SLOW = (
+    "deterministic: this BLAS gives a row other bits at other places of a batch, so rows decode "
+    "one by one; blas=reference needs no such thing"
+)
+
+
 def load_engine(
     config: EngineConfig, progress: Progress | None = None, *, trace: bool = False
 ) -> MLXEngine:
@@ -249,7 +255,7 @@ class _Setup:
             boundary_bytes=states + hidden if info.boundaries else 0,
         )
         estimator = Estimator(costs=plan.costs, page_size=info.page_size)
-        return MLXEngine(
+        engine = MLXEngine(
             model=model,
             pools=pools[: model.attention_layers],
             mtp_pool=pools[-1] if info.max_depth else None,
@@ -265,6 +271,11 @@ class _Setup:
                 clear=mx.clear_cache,
             ),
             budget=plan.budget,
+        )
+        return (
+            engine.described(replace(info, notes=(*info.notes, _SLOW)))
+            if (engine.one_by_one and _SLOW not in info.notes)
+            else engine
         )
 
     def gated(self, engine: MLXEngine, model: Qwen35Model, plan: _Plan) -> MLXEngine:

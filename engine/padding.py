@@ -1,4 +1,10 @@
-"""Rows that stand in for nobody, so that every decode cycle has one shape (`deterministic`)."""
+"""One shape for every decode cycle (`EngineConfig.deterministic`), and what fills it up.
+
+Kernels are chosen by shape, so at one shape a row's result does not depend on how many others there
+are. It may still depend on which: OpenBLAS (0.3.21, AVX-512) sums the rows of a product in another
+order at other places of the batch, whatever its size. So it is tried at load, with the same row at
+every place; where places differ, rows run one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.models.qwen3_5 import Qwen35Model
+from engine.cache import page_table
+from engine.cycle import DecodeCycle
+from engine.models.qwen3_5 import DraftPast, Qwen35Model
 from engine.plan import NULL_PAGE, DecodeBatch, RowSpec, SamplingParams
-from engine.rows import FIRST_PAD, RowArrays
+from engine.rows import FIRST_PAD, RowArrays, make_statics, stack
 
 _TILE = 16
 """A matmul's last rows may go through another kernel than the others when their number is no
@@ -36,13 +44,14 @@ class Shape:
     """The one shape."""
 
     rows: int
+    """Rows of a cycle; 1: a cohort's rows run one by one."""
     columns: int
     """Pages per row: the whole context's."""
     depth: int
 
     def pad(self, batch: DecodeBatch) -> DecodeBatch:
         """The same cohort in this shape: the depth that was planned lives on in `limits`."""
-        missing = self.rows - len(batch.rows)
+        missing = max(0, self.rows - len(batch.rows))
         pads = tuple(FIRST_PAD - index for index in range(missing))
         pages = batch.pages[:, : self.columns]
         widths = ((0, missing), (0, self.columns - pages.shape[1]))
@@ -74,3 +83,22 @@ class Shape:
             pending_count=zero,
             carry=mx.zeros((1, 1 if carry else 0, hidden), dtype),
         )
+
+
+def places_agree(shape: Shape, model: Qwen35Model, cycle: DecodeCycle, row: RowArrays) -> bool:
+    """Whether the same row has the same numbers at every place of a cycle of this shape.
+
+    Runs trunk, head and MTP passes on `shape.rows` copies of `row`, whose pages are the null page.
+    """
+    rows = stack([row] * shape.rows)
+    table = page_table(np.full((shape.rows, shape.columns), NULL_PAGE, np.int32))
+    statics = make_statics([_SPECS[0]] * shape.rows, model.config.vocab_size)
+    limits = mx.zeros((shape.rows,), mx.int32)
+    output = cycle.run(rows, statics, table, shape.depth, limits)
+    found = [output.logits]
+    if cycle.mtp_pool is not None:
+        hidden = output.rows.pending_hidden
+        first = cycle.write_pending(output.rows, table)
+        past = DraftPast(cycle.mtp_pool, table, rows.length)
+        found += [hidden, first, model.mtp_draft(first[:, :1], rows.primary[:, None], past)]
+    return all(mx.array_equal(x, mx.broadcast_to(x[:1], x.shape)).item() for x in found)

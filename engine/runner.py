@@ -29,7 +29,7 @@ from engine.budget import Budget
 from engine.cache import PagePool, page_table
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
 from engine.models.qwen3_5 import Qwen35Model
-from engine.padding import Shape, padded_rows
+from engine.padding import Shape, padded_rows, places_agree
 from engine.plan import (
     MAX_STOP_IDS,
     NULL_PAGE,
@@ -48,7 +48,7 @@ from engine.plan import (
 )
 from engine.prefill import Prefill, PrefillRow
 from engine.preflight import Preflight
-from engine.rows import FIRST_PAD, RowTable
+from engine.rows import FIRST_PAD, RowTable, make_statics
 from engine.step import GoneError, OutOfMemoryError, Step, in_plan_order, rows_of
 
 _CLOSED = "the engine was closed"
@@ -128,6 +128,11 @@ class MLXEngine:
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def model(self) -> Qwen35Model:
+        """The model on the device; not to be changed."""
+        return self._model
+
     def described(self, info: EngineInfo) -> MLXEngine:
         """The same engine with other notes."""
         self._info = info
@@ -137,12 +142,19 @@ class MLXEngine:
         info = self._info
         columns = pages_needed(info.context_length, info.page_size)
         shape = Shape(rows=padded_rows(info.max_rows), columns=columns, depth=info.max_depth)
-        pads = (FIRST_PAD - index for index in range(shape.rows))
-        arrays = shape.stand_in(
+        pad = shape.stand_in(
             self._model, mtp=info.max_depth > 0, carry=info.boundaries > 0 and info.max_depth > 0
         )
-        self._table.add_pads({row: shape.spec(row) for row in pads}, arrays)
+        if not places_agree(shape, self._model, self._cycle, pad):
+            return replace(shape, rows=1)
+        pads = (FIRST_PAD - index for index in range(shape.rows))
+        self._table.add_pads({row: shape.spec(row) for row in pads}, pad)
         return shape
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a cohort's rows run one after the other (see `engine.padding`)."""
+        return self._shape is not None and self._shape.rows == 1
 
     def submit(self, plan: StepPlan) -> None:
         """Build the step's graph, and run it unless another step is running.
@@ -384,15 +396,29 @@ class MLXEngine:
             return
         if self._shape is not None:
             batch = self._shape.pad(batch)
+        if self.one_by_one:
+            for index, row in enumerate(batch.rows):
+                self._run_alone(step, row, batch, index)
+            return
         rows, statics = self._table.batch(batch.rows)
         limits = mx.array(batch.limits, mx.int32)
         output = self._cycle.run(rows, statics, page_table(batch.pages), batch.depth, limits)
         self._table.update(output.rows)
         step.outputs.append((batch.rows, output.packed, output.logits if self._trace else None))
 
+    def _run_alone(self, step: Step, row: int, batch: DecodeBatch, index: int) -> None:
+        statics = make_statics([self._table.spec(row)], self._info.vocab_size)
+        limits = mx.array(batch.limits[index : index + 1], mx.int32)
+        table = page_table(batch.pages[index : index + 1])
+        output = self._cycle.run(self._table.one(row), statics, table, batch.depth, limits)
+        self._table.replace(row, output.rows)
+        step.outputs.append(((row,), output.packed, output.logits if self._trace else None))
+
     def _without_lost(self, step: Step, batch: DecodeBatch, part: str) -> DecodeBatch:
         """The cohort without rows that are gone or for whose joining there is no room."""
-        staying = set(batch.rows).intersection(self._table.stacked)
+        # One by one, a row more takes no more room.
+        running = batch.rows if self.one_by_one else self._table.stacked
+        staying = set(batch.rows).intersection(running)
         kept: list[int] = []
         count = len(staying)
         for index, row in enumerate(batch.rows):

@@ -52,9 +52,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def small_model(seed: int = 0, *, vocab: int = 96) -> Qwen35Model:
-    """A random model, fused and evaluated."""
-    config = Qwen35Config.from_dict(CONFIG | {"vocab_size": vocab})
+def small_model(seed: int = 0, *, vocab: int = 96, **changes: Any) -> Qwen35Model:
+    """A random model, fused and evaluated; `changes` are to `CONFIG`."""
+    config = Qwen35Config.from_dict(CONFIG | {"vocab_size": vocab} | changes)
     model = Qwen35Model(config, with_mtp=True)
     rng = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
@@ -90,6 +90,7 @@ def engine_over(
     trace: bool = True,
     boundaries: int = 0,
     page_size: int = PAGE_SIZE,
+    max_depth: int = 8,
     **options: Any,
 ) -> MLXEngine:
     """An engine with its own pools over a shared model; `options` are `MLXEngine`'s."""
@@ -111,7 +112,7 @@ def engine_over(
         context_length=config.max_position_embeddings,
         layers=config.num_hidden_layers,
         mtp_layers=1,
-        max_depth=8,
+        max_depth=max_depth,
         max_rows=max_rows,
         pages=pages,
         page_size=page_size,
