@@ -91,8 +91,12 @@ class Budget:
 
     def table(self) -> str:
         """The budget for people, one line per row."""
-        lines = [*self.rows, BudgetRow("free", self.free, f"of {size(self.working_set)}")]
-        return "\n".join(f"{r.name:<12}{size(r.bytes):>12}  {r.note}".rstrip() for r in lines)
+        rows = self.lines()
+        return "\n".join(f"{r.name:<12}{size(r.bytes):>12}  {r.note}".rstrip() for r in rows)
+
+    def lines(self) -> tuple[BudgetRow, ...]:
+        """Its rows, and what is left over."""
+        return *self.rows, BudgetRow("free", self.free, f"of {size(self.working_set)}")
 
 
 def size(count: int) -> str:

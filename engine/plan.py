@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -350,6 +351,24 @@ class Engine(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
+
+    def export_boundary(
+        self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path
+    ) -> None:
+        """Write a boundary and the pages of its prefix to a file. Nothing may be in flight.
+
+        Raises ValueError for an unknown boundary and OSError as the file system does; a file is
+        complete or absent.
+        """
+
+    def read_boundary(self, path: Path) -> SavedPrefix:
+        """What a file holds. Raises ForeignFileError unless it is of this very model."""
+
+    def import_boundary(self, boundary: int, pages: NDArray[np.int32], path: Path) -> None:
+        """Load a file into `pages` and under a new boundary id. Nothing may be in flight.
+
+        Raises ForeignFileError as `read_boundary` does, before anything is changed.
+        """
 
     def close(self) -> None:
         """Release device memory; idempotent. No other call may follow."""

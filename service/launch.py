@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from engine.budget import size
 from engine.plan import Engine
 from service.config import ServiceConfig
 from service.logs import Logger
@@ -26,7 +27,11 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
         # Only here, on the engine's own thread, does MLX come into the process.
         from engine.load import load_engine
 
-        return load_engine(config.engine, progress)
+        loaded = load_engine(config.engine, progress)
+        if loaded.budget is not None:
+            for row in loaded.budget.lines():
+                logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
+        return loaded
 
     return Server(
         config=config,

@@ -16,11 +16,13 @@ names must not be released, page tables only grow, steps are numbered without ga
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +34,11 @@ from engine.plan import (
     EngineFailedError,
     EngineInfo,
     Finish,
+    ForeignFileError,
     PrefillChunk,
     RowResult,
     RowSpec,
+    SavedPrefix,
     StepPlan,
     StepResult,
     pages_needed,
@@ -110,6 +114,8 @@ class FakeEngine:
         self.max_in_flight = max_in_flight
         self.acceptance = acceptance
         self.closed = False
+        self.imported: dict[int, SavedPrefix] = {}
+        """Boundaries that came from files."""
         self.plans: list[StepPlan] = []
         """The newest 1,000 plans."""
         self._token = token
@@ -303,6 +309,33 @@ class FakeEngine:
 
     def _stands(self, state: _Row, index: int) -> bool:
         return _mix(zlib.crc32(repr(state.key).encode()), index, 77) / 2**32 < self.acceptance
+
+    # --- files of boundaries ---------------------------------------------------------------------
+
+    def export_boundary(
+        self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path
+    ) -> None:
+        """A small JSON file instead of arrays. What a boundary holds is not this class's matter."""
+        _require(not self._results, "export while a step is in flight")
+        _require(len(pages) >= pages_needed(len(saved.tokens), self.info.page_size), "pages")
+        whole = path.with_name(f".{path.name}.part")
+        whole.write_text(json.dumps({"fake": self.info.vocab_size} | asdict(saved)))
+        whole.replace(path)
+
+    def read_boundary(self, path: Path) -> SavedPrefix:
+        try:
+            entries = json.loads(path.read_text())
+            if entries.pop("fake") != self.info.vocab_size:
+                raise ForeignFileError(f"{path}: of another model")
+            return SavedPrefix(**entries | {"tokens": tuple(entries["tokens"])})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ForeignFileError(f"{path}: {error}") from error
+
+    def import_boundary(self, boundary: int, pages: NDArray[np.int32], path: Path) -> None:
+        _require(not self._results, "import while a step is in flight")
+        saved = self.read_boundary(path)
+        _require(len(pages) >= pages_needed(len(saved.tokens), self.info.page_size), "pages")
+        self.imported[boundary] = saved
 
 
 def pseudo_token(prompt: tuple[int, ...], seed: int, index: int, vocab_size: int) -> int:
