@@ -211,8 +211,10 @@ def plan_budget(
     def plan(*, boundaries: int, context: int = context, cycle_rows: int = cycle_rows) -> Budget:
         fixed = _padding(costs, cycle_rows, max_rows, context, page_size)
         if boundaries:
-            held = boundaries * costs.boundary_bytes
-            fixed = (*fixed, BudgetRow("boundaries", held, f"{boundaries} boundaries"))
+            # Rows that have ended lie beside the cohort until they are kept or released.
+            held = boundaries * costs.boundary_bytes + max_rows * costs.row_bytes
+            note = f"{boundaries} boundaries, and the ends of {max_rows} rows"
+            fixed = (*fixed, BudgetRow("boundaries", held, note))
         pool = _plan_pool(
             costs,
             working_set=working_set,

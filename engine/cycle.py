@@ -17,13 +17,12 @@ Everything here only builds a lazy graph; nothing is evaluated. Plain decoding i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from engine.cache import PagePool, RecurrentState, RecurrentTrail, slot_window, window
-from engine.models.delta import keep_all, keep_one, keep_prefix
+from engine.cache import PagePool, RecurrentTrail, slot_window, window
+from engine.models.delta import keep_all, keep_prefix
 from engine.models.qwen3_5 import DraftPast, Qwen35Model
 from engine.noise import Purpose, uniforms
 from engine.rows import RowArrays, RowStatics
@@ -72,14 +71,11 @@ class DecodeCycle:
         mtp_pool: PagePool | None,
         page_size: int,
         keep_states: bool = True,
-        boundaries: bool = False,
     ) -> None:
         """`keep_states`: a verify keeps the recurrent state after each token and the commit picks
-        one; otherwise the commit replays the block. Same bits, memory against time. `boundaries`:
-        rows may be kept after they ended, so cycles they sit through must leave their state."""
+        one; otherwise the commit replays the block. Same bits, memory against time."""
         self._model = model
         self._keep_states = keep_states
-        self._boundaries = boundaries
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
@@ -146,12 +142,13 @@ class DecodeCycle:
     def settled(self, rows: RowArrays, table: mx.array) -> RowArrays:
         """The same rows with every MTP slot below their length written, and only the last pending.
 
-        Needs `carry`. That slot lies at position `length`: whatever a row writes from here on does.
+        For rows that no cycle has run since they ended. The slot left lies at position `length`:
+        whatever a row writes from here on does.
         """
         self.write_pending(rows, table)
         return replace(
             rows,
-            pending_hidden=rows.carry,
+            pending_hidden=rows.last_hidden(),
             pending_tokens=rows.primary[:, None],
             pending_count=mx.ones_like(rows.pending_count),
         )
@@ -187,8 +184,7 @@ class DecodeCycle:
         spent = alive & ~stopped & (remaining <= 0)
         last = mx.maximum(count - 1, 0)[:, None]
         primary = mx.take_along_axis(decided.tokens, last, axis=1)[:, 0]
-        emitted = count > 0
-        keep = self._keeper(width, count, emitted)
+        keep = keep_all if width == 1 else lambda trail: keep_prefix(trail, count)
         flags = (
             stopped * FLAG_STOP
             + spent * FLAG_LENGTH
@@ -207,25 +203,15 @@ class DecodeCycle:
         pending = self._pending(rows, statics, table, hidden, decided.tokens, count)
         new = RowArrays(
             length=rows.length + count,
-            primary=mx.where(emitted, primary, rows.primary),
+            primary=mx.where(count > 0, primary, rows.primary),
             remaining=remaining,
             done=rows.done | fault | stopped | spent,
             states=tuple(keep(trail) for trail in trails),
             pending_hidden=pending[0],
             pending_tokens=pending[1],
             pending_count=pending[2],
-            carry=_carry(rows, hidden, last, emitted),
         )
         return CycleOutput(rows=new, packed=packed, logits=logits)
-
-    def _keeper(
-        self, width: int, count: mx.array, emitted: mx.array
-    ) -> Callable[[RecurrentTrail], RecurrentState]:
-        """How to keep exactly `count` [B] tokens of a block; for one token it can be had cheaper,
-        and for nothing where it does not matter what becomes of a row that ended."""
-        if width > 1:
-            return lambda trail: keep_prefix(trail, count)
-        return (lambda trail: keep_one(trail, emitted)) if self._boundaries else keep_all
 
     def _pending(
         self,
@@ -253,15 +239,6 @@ class DecodeCycle:
             mx.where(here, tokens, wide.pending_tokens),
             rows.pending_count + count,
         )
-
-
-def _carry(rows: RowArrays, hidden: mx.array, last: mx.array, emitted: mx.array) -> mx.array:
-    """Hidden of the last committed position, [B, 1, H], or nothing where it is not kept."""
-    if rows.carry.shape[1] == 0:
-        return rows.carry
-    if hidden.shape[1] > 1:
-        hidden = mx.take_along_axis(hidden, last[..., None], axis=1)
-    return mx.where(emitted[:, None, None], hidden, rows.carry)
 
 
 def _decide(

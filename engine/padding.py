@@ -67,7 +67,7 @@ class Shape:
         """Specification of a stand-in."""
         return _SPECS[(FIRST_PAD - row) % len(_SPECS)]
 
-    def stand_in(self, model: Qwen35Model, *, mtp: bool, carry: bool) -> RowArrays:
+    def stand_in(self, model: Qwen35Model, *, mtp: bool) -> RowArrays:
         """One row that is done and has nothing."""
         zero, hidden = mx.zeros((1,), mx.int32), model.config.hidden_size
         dtype = model.model.norm.weight.dtype
@@ -81,7 +81,6 @@ class Shape:
             pending_hidden=mx.zeros((1, width, hidden), dtype),
             pending_tokens=mx.zeros((1, width), mx.int32),
             pending_count=zero,
-            carry=mx.zeros((1, 1 if carry else 0, hidden), dtype),
         )
 
 

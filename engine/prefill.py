@@ -60,16 +60,13 @@ class Prefill:
         mtp_pool: PagePool | None,
         page_size: int,
         chunked: bool = False,
-        boundaries: bool = False,
     ) -> None:
-        """`chunked`: run recurrences in blocks (see `Qwen35Model.trunk`). `boundaries`: rows may be
-        kept later, so they carry their last hidden along."""
+        """`chunked`: run recurrences in blocks (see `Qwen35Model.trunk`)."""
         self._model = model
         self._pools = pools
         self._mtp_pool = mtp_pool
         self._page_size = page_size
         self._chunked = chunked
-        self._carries = boundaries and mtp_pool is not None
 
     def start(self, spec: RowSpec, boundary: Boundary | None = None) -> PrefillRow:
         """A row before its first chunk, at a boundary where it restores one."""
@@ -109,7 +106,7 @@ class Prefill:
         return boundary_of(
             position=row.position,
             states=row.states,
-            carry=row.carry if self._carries else row.carry[:, :0],
+            carry=row.carry if self._mtp_pool is not None else row.carry[:, :0],
             mtp=self._mtp_pool is not None and row.spec.speculative,
         )
 
@@ -153,6 +150,5 @@ class Prefill:
             pending_hidden=hidden[:, :width],
             pending_tokens=token[:, None][:, :width],
             pending_count=mx.full((1,), width, mx.int32),
-            carry=hidden if self._carries else hidden[:, :0],
         )
         return FirstToken(rows=rows, packed=packed, logits=logits)

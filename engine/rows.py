@@ -45,9 +45,6 @@ class RowArrays:
     """[B, Wp] int32: the token after each of them."""
     pending_count: mx.array
     """[B] int32: how many are valid. MTP slots written so far: length - pending_count."""
-    carry: mx.array
-    """[B, 1, H]: the trunk's hidden at length - 1, which outlives cycles that emit nothing; [B, 0,
-    H] where no boundary will need it."""
 
     def arrays(self) -> list[mx.array]:
         """Every array, for evaluation."""
@@ -61,6 +58,14 @@ class RowArrays:
         taken = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "states"}
         states = tuple(RecurrentState(s.conv[index], s.memory[index]) for s in self.states)
         return RowArrays(states=states, **taken)
+
+    def last_hidden(self) -> mx.array:
+        """The trunk's hidden at length - 1, [B, 1, H], of rows that no cycle has run since they
+        ended; [B, 0, H] without an MTP head."""
+        if self.pending_hidden.shape[1] <= 1:
+            return self.pending_hidden
+        last = (self.pending_count - 1)[:, None, None]
+        return mx.take_along_axis(self.pending_hidden, last, axis=1)
 
     def widened(self, width: int) -> RowArrays:
         """The same rows with room for `width` pending entries."""

@@ -48,7 +48,7 @@ from engine.plan import (
 )
 from engine.prefill import Prefill, PrefillRow
 from engine.preflight import Preflight
-from engine.rows import FIRST_PAD, RowTable, make_statics
+from engine.rows import FIRST_PAD, RowArrays, RowTable, make_statics
 from engine.step import GoneError, OutOfMemoryError, Step, in_plan_order, rows_of
 
 _CLOSED = "the engine was closed"
@@ -96,7 +96,6 @@ class MLXEngine:
             mtp_pool=mtp_pool,
             page_size=info.page_size,
             keep_states=keep_states,
-            boundaries=info.boundaries > 0,
         )
         self._prefill = Prefill(
             model=model,
@@ -104,7 +103,6 @@ class MLXEngine:
             mtp_pool=mtp_pool,
             page_size=info.page_size,
             chunked=chunked_prefill,
-            boundaries=info.boundaries > 0,
         )
         self._table = RowTable(info.vocab_size)
         self._shape = self._one_shape() if deterministic else None
@@ -114,6 +112,9 @@ class MLXEngine:
         self._prefilling: dict[int, PrefillRow] = {}
         self._reached: dict[int, int] = {}
         """Position of each decoding row's last emitted token, as results tell."""
+        self._ends: dict[int, RowArrays] = {}
+        """State of each row that has ended as it was then: a cycle that was under way may have run
+        over it. Kept only where it may become a boundary."""
         self._faulted: set[int] = set()
         self._lost: set[int] = set()
         """Faulted rows that the device does not have; a plan may name them until it learns."""
@@ -142,9 +143,7 @@ class MLXEngine:
         info = self._info
         columns = pages_needed(info.context_length, info.page_size)
         shape = Shape(rows=padded_rows(info.max_rows), columns=columns, depth=info.max_depth)
-        pad = shape.stand_in(
-            self._model, mtp=info.max_depth > 0, carry=info.boundaries > 0 and info.max_depth > 0
-        )
+        pad = shape.stand_in(self._model, mtp=info.max_depth > 0)
         if not places_agree(shape, self._model, self._cycle, pad):
             return replace(shape, rows=1)
         pads = (FIRST_PAD - index for index in range(shape.rows))
@@ -274,6 +273,7 @@ class MLXEngine:
         self._flight.clear()
         self._prefilling.clear()
         self._boundaries = BoundaryStore(0)
+        self._ends.clear()
         self._table = RowTable(self._info.vocab_size)
         self._pools.clear()
         del self._cycle, self._prefill, self._model
@@ -319,13 +319,18 @@ class MLXEngine:
 
     def _keep(self, keep: KeepRow) -> list[mx.array]:
         """Save a decoding row's point; returns what must be evaluated."""
-        spec, rows = self._table.spec(keep.row), self._table.one(keep.row)
+        spec = self._table.spec(keep.row)
+        rows = self._ends.get(keep.row) or self._table.one(keep.row)
         mtp = spec.speculative and self._info.max_depth > 0
         if mtp:
             rows = self._cycle.settled(rows, page_table(keep.pages[None]))
-            self._table.replace(keep.row, rows)
+            if keep.row not in self._ends:
+                self._table.replace(keep.row, rows)
         saved = boundary_of(
-            position=self._reached[keep.row], states=rows.states, carry=rows.carry, mtp=mtp
+            position=self._reached[keep.row],
+            states=rows.states,
+            carry=rows.last_hidden(),
+            mtp=mtp,
         )
         self._boundaries.add(keep.boundary, saved)
         return saved.arrays()
@@ -335,6 +340,7 @@ class MLXEngine:
         for row in rows:
             self._prefilling.pop(row, None)
             self._reached.pop(row, None)
+            self._ends.pop(row, None)
             self._faulted.discard(row)
             self._lost.discard(row)
 
@@ -401,6 +407,7 @@ class MLXEngine:
                 self._run_alone(step, row, batch, index)
             return
         rows, statics = self._table.batch(batch.rows)
+        step.before.append((batch.rows, rows))
         limits = mx.array(batch.limits, mx.int32)
         output = self._cycle.run(rows, statics, page_table(batch.pages), batch.depth, limits)
         self._table.update(output.rows)
@@ -410,7 +417,9 @@ class MLXEngine:
         statics = make_statics([self._table.spec(row)], self._info.vocab_size)
         limits = mx.array(batch.limits[index : index + 1], mx.int32)
         table = page_table(batch.pages[index : index + 1])
-        output = self._cycle.run(self._table.one(row), statics, table, batch.depth, limits)
+        rows = self._table.one(row)
+        step.before.append(((row,), rows))
+        output = self._cycle.run(rows, statics, table, batch.depth, limits)
         self._table.replace(row, output.rows)
         step.outputs.append(((row,), output.packed, output.logits if self._trace else None))
 
@@ -474,6 +483,15 @@ class MLXEngine:
         self._lost.add(row)
         step.lost[part, row] = RowResult(row=row, fault=fault)
 
+    def _end_of(self, row: int) -> RowArrays:
+        """State of a row that ended in the step just collected: before the step in flight, if that
+        one names it."""
+        for step in self._flight:
+            for rows, arrays in step.before:
+                if row in rows:
+                    return arrays.take([rows.index(row)])
+        return self._table.one(row).take([0])
+
     def _remember(self, step: Step, rows: tuple[RowResult, ...]) -> None:
         """What the host now knows of the rows, and whether there is work to go on with."""
         for result in rows:
@@ -481,6 +499,8 @@ class MLXEngine:
                 self._reached[result.row] += len(result.tokens)
             if result.fault is not None:
                 self._faulted.add(result.row)
+            elif result.finish is not None and self._info.boundaries:
+                self._ends[result.row] = self._end_of(result.row)
         going_on = any(not chunk.last for chunk in step.plan.prefill) or any(
             result.tokens and result.finish is None for result in rows
         )
@@ -490,6 +510,7 @@ class MLXEngine:
     def _live_arrays(self) -> list[mx.array]:
         live = [array for pool in self._pools for array in (pool.keys, pool.values)]
         live += self._table.arrays()
+        live += [array for end in self._ends.values() for array in end.arrays()]
         return live + [array for row in self._prefilling.values() for array in row.arrays()]
 
     def _read(self, output: tuple[tuple[int, ...], mx.array, mx.array | None]) -> list[RowResult]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from engine.plan import RowResult, StepPlan
+from engine.rows import RowArrays
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class Step:
     pending: list[mx.array] = field(default_factory=list)
     """Everything the step must compute; emptied once the device has it, because a reference would
     keep the next step from updating the page pools in place."""
+    before: list[tuple[tuple[int, ...], RowArrays]] = field(default_factory=list)
+    """Cohorts it runs and their state before it, for rows that turn out to have ended already."""
     first: list[mx.array] = field(default_factory=list)
     """What must be done before the rest may start (see `PagePool.copy`)."""
     ends: list[mx.array] = field(default_factory=list)

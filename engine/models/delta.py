@@ -87,15 +87,6 @@ def keep_all(trail: RecurrentTrail) -> RecurrentState:
     return RecurrentState(conv=trail.rows[:, -tail:], memory=trail.last[0])
 
 
-def keep_one(trail: RecurrentTrail, taken: mx.array) -> RecurrentState:
-    """The state after a block of one token where `taken` [B], else the one before it."""
-    after = keep_all(trail)
-    return RecurrentState(
-        conv=mx.where(taken[:, None, None], after.conv, trail.before.conv),
-        memory=mx.where(taken[:, None, None, None], after.memory, trail.before.memory),
-    )
-
-
 def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:
     count = count[None, :, None, None, None]
     memory = trail.before.memory[None]

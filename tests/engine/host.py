@@ -98,17 +98,21 @@ class Host:
     def decode(self, *rows: int, depth: int, even_finished: bool = False) -> None:
         """One cycle."""
         live = [row for row in rows if even_finished or not self.results[row].ended]
-        if not live:
-            return
-        width = max(len(self.pages[row]) for row in live)
-        tables = [self.pages[row] + [0] * (width - len(self.pages[row])) for row in live]
+        if live:
+            self.submit_decode(*live, depth=depth)
+            self.collect()
+
+    def submit_decode(self, *rows: int, depth: int) -> None:
+        """One cycle, not waited for."""
+        width = max(len(self.pages[row]) for row in rows)
+        tables = [self.pages[row] + [0] * (width - len(self.pages[row])) for row in rows]
         batch = DecodeBatch(
-            rows=tuple(live),
+            rows=rows,
             pages=np.asarray(tables, np.int32),
             depth=depth,
-            limits=(depth,) * len(live),
+            limits=(depth,) * len(rows),
         )
-        self.run(decode=batch)
+        self.submit(decode=batch)
 
     def finish(self, *rows: int, depth: int) -> None:
         """Cycles until these rows have ended."""
@@ -133,8 +137,15 @@ class Host:
 
     def run(self, **parts: Any) -> StepResult:
         """Submit a step and take its result."""
+        self.submit(**parts)
+        return self.collect()
+
+    def submit(self, **parts: Any) -> None:
         self.engine.submit(StepPlan(step=self._step, **parts))
         self._step += 1
+
+    def collect(self) -> StepResult:
+        """Take the oldest step's result."""
         result = self.engine.collect()
         for row in result.rows:
             self.results[row.row].add(row)

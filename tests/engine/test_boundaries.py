@@ -12,11 +12,11 @@ from engine import cycle as cycle_module
 from engine.boundary import Boundary, BoundaryStore
 from engine.cache import PagePool, RecurrentState
 from engine.cycle import DecodeCycle
-from engine.models import delta
 from engine.models.qwen3_5 import Qwen35Model
-from engine.plan import RowSpec
+from engine.plan import RowResult, RowSpec
 from engine.prefill import Prefill, PrefillRow
-from engine.rows import RowArrays
+from engine.runner import MLXEngine
+from engine.step import Step
 from tests.engine.host import Bits, Host, bits, sampled
 from tests.engine.small import OracleCycle, engine_over, greedy, small_model
 
@@ -72,9 +72,7 @@ def check_saved_prefix(model: Qwen35Model, split: int, depth: int, seed: int = 0
         assert found[row].same(true), f"row {row}"
 
 
-@pytest.mark.parametrize(
-    ("split", "depth"), [(8, 0), (16, 1), (13, 2), (1, 3), (8, 3), (23, 4), (7, 0), (9, 1)]
-)
+@pytest.mark.parametrize(("split", "depth"), [(8, 0), (16, 1), (13, 2), (1, 3), (23, 4), (7, 0)])
 def test_a_prefix_saved_in_prefill_is_reused_bit_for_bit(
     model: Qwen35Model, split: int, depth: int
 ) -> None:
@@ -113,6 +111,39 @@ def test_the_end_of_a_turn_is_reused_bit_for_bit(model: Qwen35Model, depth: int)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_turn_kept_after_wasted_cycles_is_the_same(model: Qwen35Model, depth: int) -> None:
     check_turns(model, depth, wasted=2, seed=depth)
+
+
+def check_pipelined_end(model: Qwen35Model, depth: int) -> None:
+    """The row ends in a step behind which another one with it is queued already."""
+    prompt, spec = text(9, 21), sampled(6, 21)
+    host = new_host(model)
+    host.start(1, prompt, spec)
+    host.start(2, text(5, 22), sampled(40, 22))
+    host.submit_decode(1, 2, depth=depth)
+    while not host.results[1].ended:
+        host.submit_decode(2, 1, depth=depth)
+        host.collect()
+    assert len(host.engine._flight) == 1
+    host.collect()
+    host.keep(1, 1)
+    again, other = [*host.tokens[1], 3], sampled(5, 23)
+    host.start(3, again, other, restore=1)
+    host.finish(3, depth=depth)
+    assert bits(host, 3).same(alone(model, again, other, depth))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_turn_that_ends_with_a_step_behind_it_is_the_same(model: Qwen35Model, depth: int) -> None:
+    check_pipelined_end(model, depth)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_an_end_taken_too_late_is_seen(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    _end_taken_too_late(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_pipelined_end(model, depth)
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -257,26 +288,29 @@ def _pending_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeCycle, "settled", lambda self, rows, table: rows)
 
 
-def _carry_of_the_last_block(patch: pytest.MonkeyPatch) -> None:
-    """The last hidden of the last cycle, whether it emitted something or not."""
+def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
+    """A row is kept as the last cycle left it, whether it emitted something or not."""
+    remember = MLXEngine._remember
 
-    def carry(rows: RowArrays, hidden: mx.array, last: mx.array, emitted: mx.array) -> mx.array:
-        return mx.take_along_axis(hidden, last[..., None], axis=1)
+    def forgetting(self: MLXEngine, step: Step, rows: tuple[RowResult, ...]) -> None:
+        remember(self, step, rows)
+        self._ends.clear()
 
-    patch.setattr(cycle_module, "_carry", carry)
+    patch.setattr(MLXEngine, "_remember", forgetting)
 
 
-def _states_go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cycle_module, "keep_one", lambda trail, taken: delta.keep_all(trail))
+def _end_taken_too_late(patch: pytest.MonkeyPatch) -> None:
+    """After the cycle that was under way when the row ended."""
+    patch.setattr(MLXEngine, "_end_of", lambda self, row: self._table.one(row).take([0]))
 
 
 @pytest.mark.parametrize(
     ("fault", "depth", "wasted"),
     [
-        (_states_go_on_after_the_end, 0, 1),
+        (_ends_not_remembered, 0, 1),
+        (_ends_not_remembered, 2, 1),
         (_pending_left_out, 0, 0),
         (_pending_left_out, 3, 0),
-        (_carry_of_the_last_block, 2, 1),
     ],
 )
 def test_planted_faults_of_a_keep_are_seen(

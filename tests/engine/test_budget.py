@@ -94,7 +94,7 @@ def test_boundaries_have_a_row_of_their_own() -> None:
     budget = plan(BOUNDED, prefix_memory=105_000_000)
     assert budget.boundaries == 10
     assert "boundaries" in budget.table()
-    assert budget.total - plan().total == 100_000_000
+    assert budget.total - plan().total == 10 * 10_000_000 + 16 * 20_000_000
     assert plan(BOUNDED, prefix_memory=0).boundaries == 0
     assert plan(prefix_memory=None).boundaries == 0, "a boundary without bytes is none"
 
