@@ -17,14 +17,13 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import boundary_file
 from engine.boundary import BoundaryStore, LostBoundaryError, PlannedBoundaries, boundary_of
+from engine.boundary_calls import BoundaryCalls
 from engine.budget import Budget
 from engine.cache import PagePool, page_table
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, DecodeCycle, unpack
@@ -41,7 +40,6 @@ from engine.plan import (
     PrefillChunk,
     RowResult,
     RowSpec,
-    SavedPrefix,
     StepPlan,
     StepResult,
     pages_needed,
@@ -65,7 +63,7 @@ class Trace:
     """float32 [len(tokens), V]."""
 
 
-class MLXEngine:
+class MLXEngine(BoundaryCalls):
     """`engine.plan.Engine` over an MLX model. Build it with `engine.load.load_engine`."""
 
     max_in_flight = 2
@@ -204,56 +202,6 @@ class MLXEngine:
             wait_s=ended - began,
             device_s=ended - step.started,
             gap_s=step.gap_s,
-        )
-
-    def export_boundary(
-        self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path
-    ) -> None:
-        """Write a boundary and the pages of its prefix to a file. Nothing may be in flight.
-
-        Raises ValueError for an unknown boundary and OSError as the file system does; a file is
-        complete or absent.
-        """
-        self._check_idle()
-        position, mtp = self._boundaries.facts().get(boundary, (0, False))
-        if position == 0:
-            raise ValueError(f"boundary {boundary} is unknown")
-        if (len(saved.tokens), saved.mtp) != (position, mtp):
-            raise ValueError(
-                f"boundary {boundary} is at {position} with mtp={mtp}, "
-                f"saved says {len(saved.tokens)} with mtp={saved.mtp}"
-            )
-        self._check_table(f"boundary {boundary}", pages, position)
-        self._files().write(self._boundaries[boundary], saved, pages, path)
-
-    def read_boundary(self, path: Path) -> SavedPrefix:
-        """What a file holds. Raises ForeignFileError unless it is of this very model."""
-        self._check_alive()
-        return self._files().read(path)
-
-    def import_boundary(self, boundary: int, pages: NDArray[np.int32], path: Path) -> None:
-        """Load a file into `pages` and under a new boundary id. Nothing may be in flight.
-
-        Raises ForeignFileError as `read_boundary` does, before anything is changed.
-        """
-        self._check_idle()
-        facts = self._boundaries.facts()
-        planned = PlannedBoundaries(facts, limit=self._info.boundaries, drafts=True)
-        saved, arrays = self._files().load(path)
-        planned.add(boundary, len(saved.tokens), mtp=saved.mtp)
-        planned.finish()
-        self._check_table(f"boundary {boundary}", pages, len(saved.tokens))
-        self._boundaries.add(boundary, self._files().place(saved, arrays, pages))
-
-    def _files(self) -> boundary_file.BoundaryFiles:
-        if not self._fingerprint:
-            self._fingerprint = boundary_file.fingerprint(self._model)
-        count = self._model.attention_layers
-        return boundary_file.BoundaryFiles(
-            fingerprint=self._fingerprint,
-            model=self._model,
-            pools=self._pools[:count],
-            mtp_pool=self._pools[count] if len(self._pools) > count else None,
         )
 
     def _check_idle(self) -> None:
@@ -495,8 +443,9 @@ class MLXEngine:
     def _remember(self, step: Step, rows: tuple[RowResult, ...]) -> None:
         """What the host now knows of the rows, and whether there is work to go on with."""
         for result in rows:
-            if result.row in self._reached:
-                self._reached[result.row] += len(result.tokens)
+            if result.row not in self._reached:
+                continue  # faulted before it decoded, or released meanwhile
+            self._reached[result.row] += len(result.tokens)
             if result.fault is not None:
                 self._faulted.add(result.row)
             elif result.finish is not None and self._info.boundaries:

@@ -115,6 +115,19 @@ def test_a_row_in_flight_cannot_be_kept(model: Qwen35Model) -> None:
     host.engine.submit(StepPlan(step=6, keep=(keep(),)))
 
 
+def test_a_row_may_end_in_flight_and_be_released_behind(model: Qwen35Model) -> None:
+    """Nothing is remembered of it."""
+    host = Host(engine_over(model, boundaries=2))
+    host.start(1, [1, 2, 3], greedy(2))
+    host.submit_decode(1, depth=1)
+    host.submit(release=(1,))
+    host.collect()
+    host.collect()
+    engine = host.engine
+    assert host.results[1].ended
+    assert (engine._ends, engine._reached, engine._faulted) == ({}, {}, set())
+
+
 def test_a_row_that_faulted_cannot_be_kept() -> None:
     poisoned = small_model()
     poisoned.model.embed_tokens.weight[77] = float("nan")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig
@@ -139,6 +140,24 @@ def test_boundaries_cost_what_the_budget_says(folder: Path) -> None:
         assert engine.info.boundaries == (1 << 20) // engine.info.boundary_bytes
         for key in (1, 2):
             assert engine._boundaries[key].nbytes == engine.info.boundary_bytes
+
+
+def test_a_model_without_drafts_reuses_prefixes_too(folder: Path) -> None:
+    engine = load_engine(config(folder, max_depth=0), trace=True)
+    host = Host(engine)
+    host.start(1, [1, 2, 3, 4, 5], greedy(6), saves={3: 1})
+    host.finish(1, depth=0)
+    host.decode(1, depth=0, even_finished=True)
+    host.keep(1, 2)
+    whole = [*host.tokens[1], 9]
+    for row, boundary in ((2, 1), (3, 2)):
+        host.start(row, whole, greedy(12), restore=boundary)
+        host.finish(row, depth=0)
+    host.start(4, whole, greedy(12))
+    host.finish(4, depth=0)
+    logits = [np.concatenate([t.logits for t in engine.traces if t.row == r]) for r in (2, 3, 4)]
+    assert np.array_equal(logits[0], logits[2])
+    assert np.array_equal(logits[1], logits[2])
 
 
 def test_how_many_boundaries_there_are(folder: Path) -> None:

@@ -181,6 +181,21 @@ def test_the_graph_does_not_grow(model: Qwen35Model) -> None:
     assert 100 < sizes.pop() < 2000
 
 
+def test_boundaries_add_nothing_to_a_cycle(model: Qwen35Model) -> None:
+    """What a keep needs is taken when a row ends, not carried along."""
+    sizes = set()
+    for boundaries in (0, 4):
+        for depth in (0, 2):
+            host = Host(engine_over(model, boundaries=boundaries))
+            host.start(1, [1, 2, 3], greedy(9))
+            host.start(2, [4], greedy(9))
+            host.submit_decode(1, 2, depth=depth)
+            host.submit_decode(1, 2, depth=depth)
+            sizes.add((depth, nodes(host.engine)))
+            host.collect()
+    assert len(sizes) == 2
+
+
 def _both(driver: Driver) -> DecodeBatch:
     width = max(len(driver.pages[row]) for row in (0, 1))
     tables = np.stack(
