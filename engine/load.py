@@ -272,11 +272,9 @@ class _Setup:
             ),
             budget=plan.budget,
         )
-        return (
-            engine.described(replace(info, notes=(*info.notes, _SLOW)))
-            if (engine.one_by_one and _SLOW not in info.notes)
-            else engine
-        )
+        if engine.one_by_one and _SLOW not in info.notes:
+            return engine.described(replace(info, notes=(*info.notes, _SLOW)))
+        return engine
 
     def gated(self, engine: MLXEngine, model: Qwen35Model, plan: _Plan) -> MLXEngine:
         """The engine as it is when its head agrees with its trunk, else one that never drafts."""
