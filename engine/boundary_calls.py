@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from engine import boundary_file
 from engine.boundary import BoundaryStore, PlannedBoundaries
 from engine.cache import PagePool
+from engine.checks import check_table
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import EngineInfo, SavedPrefix
 
@@ -29,9 +30,6 @@ class BoundaryCalls:
     def _check_idle(self) -> None:
         raise NotImplementedError
 
-    def _check_table(self, what: str, pages: NDArray[np.int32], positions: int) -> None:
-        raise NotImplementedError
-
     def export_boundary(
         self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path
     ) -> None:
@@ -49,7 +47,7 @@ class BoundaryCalls:
                 f"boundary {boundary} is at {position} with mtp={mtp}, "
                 f"saved says {len(saved.tokens)} with mtp={saved.mtp}"
             )
-        self._check_table(f"boundary {boundary}", pages, position)
+        check_table(self._info, f"boundary {boundary}", pages, position)
         self._files().write(self._boundaries[boundary], saved, pages, path)
 
     def read_boundary(self, path: Path) -> SavedPrefix:
@@ -68,7 +66,7 @@ class BoundaryCalls:
         saved, arrays = self._files().load(path)
         planned.add(boundary, len(saved.tokens), mtp=saved.mtp)
         planned.finish()
-        self._check_table(f"boundary {boundary}", pages, len(saved.tokens))
+        check_table(self._info, f"boundary {boundary}", pages, len(saved.tokens))
         self._boundaries.add(boundary, self._files().place(saved, arrays, pages))
 
     def _files(self) -> boundary_file.BoundaryFiles:

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.delta_block import BlockWrites
 from engine.ops import finite
 from engine.plan import NULL_PAGE
 
@@ -170,7 +171,9 @@ class RecurrentTrail:
     memories: tuple[mx.array, ...]
     """State after token t, [1, B, Hv, Dv, Dk], for each t < W; empty when the pass kept only the
     inputs below."""
-    last: mx.array
-    """State after the last token, [1, B, Hv, Dv, Dk]."""
+    last: mx.array | None
+    """State after the last token, [1, B, Hv, Dv, Dk]; None when the pass ran as one block."""
+    block: BlockWrites | None
+    """What a pass that ran as one block wrote."""
     inputs: tuple[mx.array, mx.array, mx.array, mx.array]
     """k, v, decay, β of the block, as the recurrence consumed them (see `delta_rule`)."""

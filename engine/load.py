@@ -7,7 +7,7 @@ import, and MLX's streams belong to the thread that first uses them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint, LoadReport
     from engine.models.qwen3_5 import Qwen35Model
     from engine.runner import MLXEngine
+    from engine.widths import Widths
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while loading."""
@@ -44,13 +45,18 @@ _SLOW = (
 
 
 def load_engine(
-    config: EngineConfig, progress: Progress | None = None, *, trace: bool = False
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    trace: bool = False,
+    scripted: Sequence[float] | None = None,
 ) -> MLXEngine:
     """Load `config.model` and return an engine that is ready to run.
 
     Call it on the thread that will own the engine. `trace` keeps the logits behind every token
-    (tests). Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the
-    file, tensor, key or number at fault, before memory is taken where that can be known.
+    (tests). `scripted` overrules acceptance (benchmarks; see `engine.scripted`) and skips the
+    gate. Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the file,
+    tensor, key or number at fault, before memory is taken where that can be known.
     """
     config.validate()
     blas = prepare_blas(config.blas)
@@ -58,7 +64,14 @@ def load_engine(
     from engine.runner import leave_thread
 
     try:
-        return _load(config, blas, progress, trace)
+        engine = _load(
+            config if scripted is None else replace(config, mtp_gate="off"), blas, progress, trace
+        )
+        if scripted is not None:
+            from engine.scripted import ScriptedCycle
+
+            ScriptedCycle.script(engine.cycle, scripted)
+        return engine
     except BaseException:
         leave_thread()
         raise
@@ -96,7 +109,10 @@ def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bo
     model, report = setup.load_model()
     stage(2)
     threads = "" if on_gpu else _choose_threads(model)
-    info = setup.describe(report, plan, blas=setup.blas.name + threads)
+    if on_gpu:
+        model.widths = _choose_widths(model)
+    blas_name = setup.blas.name + threads
+    info = setup.describe(report, plan, blas=blas_name, widths=model.widths)
     engine = setup.assemble(model, info, plan)
     stage(3)
     if setup.mtp and config.mtp_gate == "auto":
@@ -193,15 +209,18 @@ class _Setup:
         model = Qwen35Model(self.checkpoint.arch, with_mtp=self.mtp)
         report = load_weights(model, self.checkpoint, dtype=self.dtype, dequantize=self.dequantize)
         model.fuse()
+        if not self.exact:
+            model.run_in_blocks()
         if not self.on_gpu:
             lay_out_for_cpu(model)
         mx.eval(model.parameters())
         return model, report
 
-    def describe(self, report: LoadReport, plan: _Plan, *, blas: str) -> EngineInfo:
+    def describe(self, report: LoadReport, plan: _Plan, *, blas: str, widths: Widths) -> EngineInfo:
         """The engine's facts as far as they are known before its pools exist."""
         config, checkpoint = self.config, self.checkpoint
         blas_note = (self.blas.note,) if self.blas.note else ()
+        widths_note = (str(widths),) if str(widths) else ()
         return EngineInfo(
             model=config.model.name,
             family=checkpoint.family,
@@ -223,7 +242,7 @@ class _Setup:
             blas=blas,
             prefill_chunk=self.prefill_chunk,
             boundaries=plan.budget.boundaries,
-            notes=(*checkpoint.notes, *report.notes, *blas_note),
+            notes=(*checkpoint.notes, *report.notes, *blas_note, *widths_note),
         )
 
     def assemble(self, model: Qwen35Model, info: EngineInfo, plan: _Plan) -> MLXEngine:
@@ -328,20 +347,30 @@ def _choose_threads(model: Qwen35Model) -> str:
     choices = thread_choices()
     if len(choices) < 2:
         return ""
-    x = mx.ones((1, 4, model.config.hidden_size), model.model.norm.weight.dtype)
+    x = mx.ones((4, model.config.hidden_size), model.model.norm.weight.dtype)
     best = dict.fromkeys(choices, float("inf"))
     for _ in range(_THREAD_ROUNDS):
         for count in choices:
             set_threads(count)
-            mx.eval(model.head(model.model.layers[0].feed_forward(x)))  # wakes the threads
+            mx.eval(model.head(model.model.layers[0].feed_forward(x)[None]))  # wakes the threads
             began = time.perf_counter()
             for _ in range(3):
-                mx.eval(model.head(model.model.layers[0].feed_forward(x)))
+                mx.eval(model.head(model.model.layers[0].feed_forward(x)[None]))
             best[count] = min(best[count], time.perf_counter() - began)
     # More threads must pay: they take cores from the event loop.
     chosen = min(choices, key=lambda count: best[count] * (1.0 + _THREAD_PRICE * (count > 1)))
     set_threads(chosen)
     return f", {chosen} thread{'s' if chosen > 1 else ''}"
+
+
+def _choose_widths(model: Qwen35Model) -> Widths:
+    """Measure products of one layer's feed-forward matrices, the bulk of a step."""
+    from engine.widths import measure_widths
+
+    layer = model.model.layers[0]
+    return measure_widths(
+        lambda x: [layer.mlp(x)], model.config.hidden_size, model.model.norm.weight.dtype
+    )
 
 
 def _start_token(checkpoint: Checkpoint) -> int:

@@ -20,6 +20,8 @@ _PARITY = 0x1BD11BDA
 _WORD = 0xFFFFFFFF
 _SCRAMBLE = (0x73656C66, 0x64726166)
 """Counter that turns a seed into a row key, so that seeds 1 and 2 have unrelated keys."""
+_SCRAMBLE_COUPLED = (0x636F7570, 0x6C696E67)
+"""The same for the noise of coupled rows: another counter, so independent of every `Purpose`."""
 
 
 class Purpose(IntEnum):
@@ -55,6 +57,11 @@ def row_key(seed: int) -> tuple[int, int]:
     return threefry2x32((seed & _WORD, (seed >> 32) & _WORD), _SCRAMBLE)
 
 
+def coupled_key(seed: int) -> tuple[int, int]:
+    """The key words of a uint64 seed for `exponentials`; unrelated to those of `row_key`."""
+    return threefry2x32((seed & _WORD, (seed >> 32) & _WORD), _SCRAMBLE_COUPLED)
+
+
 def _position_noise(key: mx.array) -> mx.array:
     return mx.random.uniform(shape=(_PER_POSITION,), key=key)
 
@@ -70,3 +77,29 @@ def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
     low = keys[:, :1] + positions.astype(mx.uint32)
     high = mx.broadcast_to(keys[:, 1:], low.shape)
     return _noise(mx.stack([low, high], axis=-1))
+
+
+_HALF_STEP = 2.0**-33
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def exponentials(keys: mx.array, positions: mx.array, vocab: int) -> mx.array:
+    """Independent standard exponentials E(seed, position, token), float32 [B, W, V].
+
+    `keys` is uint32 [B, 2] (rows of `coupled_key`), `positions` int [B, W]. E = -log1p(-u) with
+    u = (bits + 1/2) · 2^-32 of 32 random bits: in the race argmax p(v) / E(v) a token of
+    probability 1e-8 wins through an E of about 1e-8, which 24 bits of u could not tell from 0 or
+    from 6e-8. MLX's uniform is bits / (2^32 - 1) in float32, whose small values keep all 32 bits.
+    With h = ceil(V / 2), tokens v and v + h get the two words of counter (v, v + h), v < h;
+    an odd vocabulary drops the last.
+    """
+    low = keys[:, :1] + positions.astype(mx.uint32)
+    high = mx.broadcast_to(keys[:, 1:], low.shape)
+    even = vocab + vocab % 2
+
+    def draw(key: mx.array) -> mx.array:
+        return mx.random.uniform(shape=(even,), key=key)
+
+    u = mx.vmap(mx.vmap(draw))(mx.stack([low, high], axis=-1))[..., :vocab]
+    # A u rounded up to 1 would make E infinite, and the score of a certain token 0.
+    return -mx.log1p(-mx.minimum(u + _HALF_STEP, _BELOW_ONE))

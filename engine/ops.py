@@ -7,12 +7,16 @@ server may not have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
+
+TILE = 128
+"""Output columns that packed products on a GPU come in."""
 
 
 def silu(x: mx.array) -> mx.array:
@@ -27,6 +31,28 @@ def unit_scale(x: mx.array, scale: mx.array | float, eps: float = 1e-6) -> mx.ar
     `scale` must already contain the factor n^-0.5.
     """
     return mx.fast.rms_norm(x, None, eps / x.shape[-1]) * scale
+
+
+def columns(x: mx.array, *sizes: int) -> list[mx.array]:
+    """Cut the last axis into parts of these sizes; what a fused product has beyond them (see
+    `fuse_linears`) is dropped."""
+    ends = list(accumulate(sizes))
+    whole = ends[-1] == x.shape[-1]
+    parts = list(mx.split(x, ends[:-1] if whole else ends, axis=-1))
+    return parts[: len(sizes)]
+
+
+def first_rows(x: mx.array, count: int) -> mx.array:
+    """The first `count` rows of x [M, …]."""
+    return x if x.shape[0] == count else x[:count]
+
+
+def pad_rows(x: mx.array, count: int) -> mx.array:
+    """x [M, …] with zero rows up to `count` >= M."""
+    missing = count - x.shape[0]
+    if not missing:
+        return x
+    return mx.concatenate([x, mx.zeros((missing, *x.shape[1:]), x.dtype)], axis=0)
 
 
 class Rotation:
@@ -103,7 +129,9 @@ def fuse_linears(layers: Sequence[Module]) -> Module | None:
 
     Returns None when they do not share one storage format (mixed quantisation); the caller then
     keeps them apart. Fewer, larger products cost less on every device, and each output column is
-    computed as before.
+    computed as before. On a GPU a packed result gets columns of zeros, to be ignored, up to a
+    multiple of `TILE`: MLX's CUDA kernels have read past the ends of partial tiles (ml-explore/mlx
+    issue 3487).
     """
     first = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
@@ -119,6 +147,9 @@ def fuse_linears(layers: Sequence[Module]) -> Module | None:
     for name in ("group_size", "bits", "mode"):
         if name in first.__dict__:
             setattr(fused, name, first.__dict__[name])
+    packed = isinstance(first, QuantizedLinear) and mx.default_device().type == mx.gpu
     for name in first:
-        setattr(fused, name, mx.concatenate([layer[name] for layer in layers], axis=0))
+        joined = mx.concatenate([layer[name] for layer in layers], axis=0)
+        missing = -joined.shape[0] % TILE if packed else 0
+        setattr(fused, name, pad_rows(joined, joined.shape[0] + missing))
     return fused

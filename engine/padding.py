@@ -8,13 +8,16 @@ every place; where places differ, rows run one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.cache import page_table
 from engine.cycle import DecodeCycle
+from engine.guided import Form
 from engine.models.qwen3_5 import DraftPast, Qwen35Model
 from engine.plan import NULL_PAGE, DecodeBatch, RowSpec, SamplingParams
 from engine.rows import FIRST_PAD, RowArrays, make_statics, stack
@@ -31,7 +34,21 @@ _SPECS = (
     ),
 )
 """Greedy and fully shaped: with both always in the cohort, which filters run never depends on the
-neighbours either."""
+neighbours either. Rules (`engine.rules`) need no stand-in: they pass other rows' bits through."""
+
+
+class _Anything:
+    """The constraint of a row that has ended, which is never asked."""
+
+    def mask(self, drafted: Sequence[int]) -> NDArray[np.uint32] | None:
+        return None
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+NOBODYS_FORM = Form(_Anything(), frozenset(), remaining=0, ended=True)
+"""The form of stand-ins in a guided cohort."""
 
 
 def padded_rows(max_rows: int) -> int:
@@ -81,6 +98,8 @@ class Shape:
             pending_hidden=mx.zeros((1, width, hidden), dtype),
             pending_tokens=mx.zeros((1, width), mx.int32),
             pending_count=zero,
+            counts=mx.zeros((1, 0), mx.int32),
+            prompted=mx.zeros((1, 0), mx.bool_),
         )
 
 

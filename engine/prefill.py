@@ -12,16 +12,21 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.boundary import Boundary, boundary_of
 from engine.cache import PagePool, RecurrentState, page_table, slot_window, window
+from engine.choice import make_noise, sample
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP
+from engine.guided import Guide
+from engine.logprobs import prompt_records, record
 from engine.models.delta import keep_all
 from engine.models.qwen3_5 import Qwen35Model
-from engine.noise import Purpose, uniforms
+from engine.noise import Purpose
 from engine.plan import PrefillChunk, RowSpec
 from engine.rows import RowArrays, make_statics
-from engine.sampling import draw, shape
+from engine.rules import add_counts, apply_rules, needs_counts, now
+from engine.sampling import shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class PrefillRow:
     states: tuple[RecurrentState, ...]
     carry: mx.array | None
     """[1, 1, H]: hidden of the last position done; None before the first chunk."""
+    prompted: NDArray[np.bool_] | None = None
+    """[V]: tokens of the prompt so far; None when no penalty of the row needs them."""
 
     def arrays(self) -> list[mx.array]:
         flat = [a for state in self.states for a in (state.conv, state.memory)]
@@ -42,7 +49,8 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A completed prompt: the row's decode state, and [1, 1 + TAIL] for the host."""
+    """A completed prompt: the row's decode state, and [1, 1 + TAIL + R] for the host (see
+    `engine.cycle.CycleOutput.packed`)."""
 
     rows: RowArrays
     packed: mx.array
@@ -81,8 +89,11 @@ class Prefill:
             spec=spec, position=0, states=tuple(self._model.zero_states(1)), carry=None
         )
 
-    def chunk(self, row: PrefillRow, chunk: PrefillChunk) -> tuple[PrefillRow, mx.array]:
-        """Run one chunk; returns the row after it and the chunk's last hidden [1, 1, H]."""
+    def chunk(
+        self, row: PrefillRow, chunk: PrefillChunk
+    ) -> tuple[PrefillRow, mx.array, mx.array | None]:
+        """Run one chunk; returns the row after it, the chunk's last hidden [1, 1, H] and, when the
+        row reports its prompt, the records of the chunk's tokens (without the prompt's first)."""
         size = len(chunk.tokens)
         tokens = mx.array(np.ascontiguousarray(chunk.tokens, dtype=np.int32))[None]
         table = page_table(chunk.pages[None])
@@ -92,13 +103,35 @@ class Prefill:
         )
         if self._mtp_pool is not None and row.spec.speculative:
             self._write_slots(row, hidden, tokens, table)
+        records = self._report(row, hidden, tokens)
         after = PrefillRow(
             spec=row.spec,
             position=row.position + size,
             states=tuple(keep_all(trail) for trail in trails),
             carry=hidden[:, -1:],
+            prompted=self._prompted(row, chunk),
         )
-        return after, hidden[:, -1:]
+        return after, hidden[:, -1:], records
+
+    def _prompted(self, row: PrefillRow, chunk: PrefillChunk) -> NDArray[np.bool_] | None:
+        """The tokens of the prompt after this chunk, those of a restored prefix included."""
+        if not needs_counts(row.spec):
+            return None
+        fresh = np.zeros(self._model.config.vocab_size, np.bool_)
+        seen = fresh if row.prompted is None else row.prompted.copy()
+        seen[chunk.tokens] = True
+        if chunk.prefix is not None:
+            seen[chunk.prefix] = True
+        return seen
+
+    def _report(self, row: PrefillRow, hidden: mx.array, tokens: mx.array) -> mx.array | None:
+        """Records [n, …] of the chunk's tokens, each under the hidden before it."""
+        if row.spec.prompt_logprobs is None:
+            return None
+        before, tokens = _shifted(row, hidden, tokens)
+        if tokens.shape[1] == 0:
+            return None
+        return prompt_records(self._model.head, before, tokens, row.spec.prompt_logprobs)
 
     def boundary(self, row: PrefillRow) -> Boundary:
         """The point a row has reached."""
@@ -114,41 +147,67 @@ class Prefill:
         self, row: PrefillRow, hidden: mx.array, tokens: mx.array, table: mx.array
     ) -> None:
         assert self._mtp_pool is not None
-        first = row.position
-        if row.carry is None:
-            hidden, tokens = hidden[:, :-1], tokens[:, 1:]
-        else:
-            hidden, first = mx.concatenate([row.carry, hidden[:, :-1]], axis=1), first - 1
+        first = row.position if row.carry is None else row.position - 1
+        hidden, tokens = _shifted(row, hidden, tokens)
         if tokens.shape[1] == 0:
             return
         start = mx.array([first], mx.int32)
         where = slot_window(start, tokens.shape[1], table, self._page_size)
         self._model.mtp_exact(hidden, tokens, where, self._mtp_pool)
 
-    def finish(self, row: PrefillRow, hidden: mx.array) -> FirstToken:
+    def finish(self, row: PrefillRow, hidden: mx.array, guide: Guide | None = None) -> FirstToken:
         """Sample the first token from the prompt's last hidden [1, 1, H]."""
         logits = self._model.head(hidden)
-        statics = make_statics([row.spec], logits.shape[-1])
-        law = shape(logits, statics.target)[:, 0]
+        vocab = logits.shape[-1]
+        statics = make_statics([row.spec], vocab)
         length = mx.array([row.position], mx.int32)
-        noise = uniforms(statics.keys, length[:, None])
-        token = draw(law, noise[:, 0, Purpose.TARGET])
+        budget = mx.array([row.spec.max_tokens], mx.int32)
+        seen = np.zeros((1, 0), np.bool_) if row.prompted is None else row.prompted[None]
+        prompted = mx.array(seen)
+        counts = mx.zeros(seen.shape, mx.int32)
+        none = mx.zeros((1, 0), mx.int32)
+        mask = None if guide is None else guide.verify_mask(none)
+        history = now(budget, counts, prompted, statics.rules)
+        ruled = apply_rules(logits, statics.rules, history, mask)
+        law = shape(ruled, statics.target)[:, 0]
+        noise = make_noise(statics, length[:, None], vocab)
+        if noise is None:
+            token = mx.argmax(law, axis=-1).astype(mx.int32)
+        else:
+            token = sample(law, statics, noise, 0, Purpose.TARGET)
         fault = ~mx.isfinite(logits.sum(axis=-1)).all(axis=-1)
-        count = mx.where(fault, 0, 1)
+        if guide is not None:
+            fault = fault | guide.broken
+        count = mx.where(fault, 0, 1).astype(mx.int32)
         stopped = (token[:, None] == statics.stops).any(axis=-1) & ~fault
         spent = mx.array([row.spec.max_tokens <= 1]) & ~fault & ~stopped
         flags = stopped * FLAG_STOP + spent * FLAG_LENGTH + fault * FLAG_FAULT
         zero = mx.zeros_like(token)
-        packed = mx.stack([token, count.astype(mx.int32), zero, zero, flags.astype(mx.int32)], 1)
+        packed = mx.stack([token, count, zero, zero, flags.astype(mx.int32)], 1)
+        if statics.logprobs is not None:
+            records = record(logits, token[:, None], statics.logprobs)
+            packed = mx.concatenate([packed, records[:, 0]], axis=1)
+        if statics.rules.counting:
+            counts = add_counts(counts, token[:, None], count[:, None])
         width = 0 if self._mtp_pool is None else 1
         rows = RowArrays(
             length=length,
             primary=token,
-            remaining=mx.array([row.spec.max_tokens], mx.int32) - count.astype(mx.int32),
+            remaining=budget - count,
             done=fault | stopped | spent,
             states=row.states,
             pending_hidden=hidden[:, :width],
             pending_tokens=token[:, None][:, :width],
             pending_count=mx.full((1,), width, mx.int32),
+            counts=counts,
+            prompted=prompted,
         )
         return FirstToken(rows=rows, packed=packed, logits=logits)
+
+
+def _shifted(row: PrefillRow, hidden: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    """Hiddens paired with the token after each, the chunk before's last hidden first: [1, n, H] and
+    [1, n]. A prompt's first token has no hidden before it."""
+    if row.carry is None:
+        return hidden[:, :-1], tokens[:, 1:]
+    return mx.concatenate([row.carry, hidden[:, :-1]], axis=1), tokens

@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields, replace
 import mlx.core as mx
 
 from engine.cache import RecurrentState
-from engine.plan import RowSpec
-from engine.sampling import Shaper, make_shaper, noise_keys
+from engine.plan import RowSpec, SamplingParams
+from engine.rules import LogitRules, make_rules, needs_counts
+from engine.sampling import Shaper, coupled_keys, make_shaper, noise_keys
 
 _NOBODY = -1
 """Place of the stack whose row is kept elsewhere."""
@@ -45,6 +46,11 @@ class RowArrays:
     """[B, Wp] int32: the token after each of them."""
     pending_count: mx.array
     """[B] int32: how many are valid. MTP slots written so far: length - pending_count."""
+    counts: mx.array
+    """[B, Vc] int32: occurrences of each token in the row's output; Vc is 0 where no row of the
+    stack has a penalty, else V."""
+    prompted: mx.array
+    """[B, Vc] bool: the token occurs in the row's prompt."""
 
     def arrays(self) -> list[mx.array]:
         """Every array, for evaluation."""
@@ -78,13 +84,25 @@ class RowArrays:
             pending_tokens=mx.pad(self.pending_tokens, [(0, 0), (0, missing)]),
         )
 
+    def counting(self, vocab: int) -> RowArrays:
+        """The same rows with counts of the whole vocabulary, or with 0 without."""
+        missing = vocab - self.counts.shape[1]
+        if missing == 0:
+            return self
+        if vocab == 0:  # new arrays: a slice might hold on to what it was cut from
+            none = mx.zeros((self.counts.shape[0], 0), mx.int32)
+            return replace(self, counts=none, prompted=none.astype(mx.bool_))
+        pad = [(0, 0), (0, missing)]
+        return replace(self, counts=mx.pad(self.counts, pad), prompted=mx.pad(self.prompted, pad))
+
 
 def stack(parts: Sequence[RowArrays]) -> RowArrays:
     """All rows of `parts`, in order."""
     if len(parts) == 1:
         return parts[0]
     width = max(part.pending_tokens.shape[1] for part in parts)
-    parts = [part.widened(width) for part in parts]
+    counted = max(part.counts.shape[1] for part in parts)
+    parts = [part.widened(width).counting(counted) for part in parts]
     joined = {
         f.name: mx.concatenate([getattr(part, f.name) for part in parts], axis=0)
         for f in fields(RowArrays)
@@ -112,6 +130,25 @@ class RowStatics:
     """[B, S] int32 stop ids, padded with -1; S >= 1."""
     speculative: bool
     """Some row is drafted for, so MTP history must be kept."""
+    rules: LogitRules
+    coupled: mx.array | None
+    """[B] bool: rows sampled in coupled mode; None when no row is."""
+    coupled_keys: mx.array | None
+    """[B, 2] uint32 keys of their noise."""
+    rejects: bool
+    """Some row is sampled, and not in coupled mode."""
+    logprobs: int | None
+    """Most alternatives any row reports; None when no row reports."""
+
+    @property
+    def greedy(self) -> bool:
+        """No row needs noise: every draft and every target is an argmax."""
+        return not self.rejects and self.coupled is None
+
+
+def is_coupled(params: SamplingParams) -> bool:
+    """Whether a row's tokens are drawn with coupled noise; greedy rows need none."""
+    return params.coupled and params.temperature > 0.0
 
 
 def make_statics(specs: Sequence[RowSpec], vocab: int) -> RowStatics:
@@ -119,12 +156,20 @@ def make_statics(specs: Sequence[RowSpec], vocab: int) -> RowStatics:
     sampling = [spec.sampling for spec in specs]
     size = max(1, *(len(spec.stop_ids) for spec in specs)) if specs else 1
     stops = [list(spec.stop_ids) + [-1] * (size - len(spec.stop_ids)) for spec in specs]
+    coupled = [is_coupled(params) for params in sampling]
+    sampled = [p.temperature > 0.0 or bool(p.draft_temperature) for p in sampling]
+    reported = [spec.logprobs for spec in specs if spec.logprobs is not None]
     return RowStatics(
         target=make_shaper(sampling, vocab),
         draft=make_shaper(sampling, vocab, draft=True),
         keys=noise_keys(sampling),
         stops=mx.array(stops, mx.int32),
         speculative=any(spec.speculative for spec in specs),
+        rules=make_rules(specs, vocab),
+        coupled=mx.array(coupled) if any(coupled) else None,
+        coupled_keys=coupled_keys(sampling) if any(coupled) else None,
+        rejects=any(s and not c for s, c in zip(sampled, coupled, strict=True)),
+        logprobs=max(reported, default=None),
     )
 
 
@@ -154,6 +199,10 @@ class RowTable:
     def stacked(self) -> tuple[int, ...]:
         """Rows of the running cohort, in order."""
         return self._batch
+
+    def specs(self, rows: Sequence[int]) -> tuple[RowSpec, ...]:
+        """Of rows that can decode."""
+        return tuple(self._specs[row] for row in rows)
 
     def add(self, row: int, spec: RowSpec, arrays: RowArrays) -> None:
         """Park a freshly prefilled row."""
@@ -192,7 +241,7 @@ class RowTable:
         if row in self._parked:
             return self._parked[row]
         assert self._arrays is not None
-        return self._arrays.take([self._batch.index(row)])
+        return self._own(row, self._arrays.take([self._batch.index(row)]))
 
     def replace(self, row: int, arrays: RowArrays) -> None:
         """Park a row with another state. A stacked row leaves its place; the others stay."""
@@ -213,7 +262,7 @@ class RowTable:
         old = {row: i for i, row in enumerate(self._batch)}
         for row, index in old.items():
             if row not in rows and row >= 0 and row in self._specs and self._arrays is not None:
-                self._parked[row] = self._arrays.take([index])
+                self._parked[row] = self._own(row, self._arrays.take([index]))
         staying = [row for row in rows if row in old]
         joining = [row for row in rows if row not in old]
         parts = [self._take_parked(row) for row in joining]
@@ -225,5 +274,11 @@ class RowTable:
         order = staying + joining
         if tuple(order) != rows:
             stacked = stacked.take([order.index(row) for row in rows])
-        self._batch, self._arrays = rows, stacked
         self._statics = make_statics([self._specs[row] for row in rows], self._vocab)
+        if not self._statics.rules.counting:
+            stacked = stacked.counting(0)
+        self._batch, self._arrays = rows, stacked
+
+    def _own(self, row: int, arrays: RowArrays) -> RowArrays:
+        """A row without what it only had for a neighbour's sake."""
+        return arrays if needs_counts(self._specs[row]) else arrays.counting(0)

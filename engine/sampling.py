@@ -1,10 +1,16 @@
 """Shaping, drawing, and exact acceptance, for all rows at once, on the device.
 
-Shaping order, the same for target and draft: temperature → top-k → top-p → min-p → renormalise.
+Shaping order, the same for target and draft: what `engine.rules` does to the logits, then
+temperature → top-k → top-p → min-p → renormalise.
 Rejection sampling after Leviathan et al. 2023 (alg. 1) and Chen et al. 2023 (alg. 2): accept a
 draft d with probability min(1, p(d)/q(d)), strictly u < p/q; on rejection draw from (p - q)+
 renormalised. q is the distribution the draft was really drawn from. Temperature 0 is the point mass
 on the argmax, so greedy rows run through the same code beside sampled ones.
+
+Coupled rows (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative
+decoding") draw draft and target with one noise: both take the token that wins the race
+p(v) / E(v) (the same law as Gumbel-argmax, E exponential), and a draft counts as accepted when the
+target's own winner is the same token.
 
 Shapes: B rows, W = depth + 1 positions, V vocabulary; probabilities are float32.
 """
@@ -16,7 +22,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from engine.noise import Purpose, row_key
+from engine.noise import Purpose, coupled_key, row_key
 from engine.plan import SamplingParams
 
 COLDEST = 1e-4
@@ -45,6 +51,8 @@ class Shaper:
     """Some row uses top-k or top-p."""
     floors: bool
     """Some row uses min-p."""
+    cut: mx.array
+    """[B] bool: the row uses one of the three, so what is left must be renormalised."""
 
 
 def make_shaper(rows: Sequence[SamplingParams], vocab: int, *, draft: bool = False) -> Shaper:
@@ -55,6 +63,9 @@ def make_shaper(rows: Sequence[SamplingParams], vocab: int, *, draft: bool = Fal
     ]
     top_k = [min(row.top_k, vocab) or vocab for row in rows]
     top_p = [row.top_p if row.top_p < 1.0 else float("inf") for row in rows]
+    cut = [
+        k < vocab or row.top_p < 1.0 or row.min_p > 0.0 for k, row in zip(top_k, rows, strict=True)
+    ]
     return Shaper(
         temperature=mx.array([t and max(t, COLDEST) for t in temperatures], mx.float32),
         top_k=mx.array(top_k, mx.int32),
@@ -65,12 +76,18 @@ def make_shaper(rows: Sequence[SamplingParams], vocab: int, *, draft: bool = Fal
         largest_k=max(top_k),
         filters=any(k < vocab for k in top_k) or any(row.top_p < 1.0 for row in rows),
         floors=any(row.min_p > 0.0 for row in rows),
+        cut=mx.array(cut),
     )
 
 
 def noise_keys(rows: Sequence[SamplingParams]) -> mx.array:
     """The rows' keys as uint32 [B, 2] for `engine.noise.uniforms`."""
     return mx.array([row_key(row.seed) for row in rows], mx.uint32)
+
+
+def coupled_keys(rows: Sequence[SamplingParams]) -> mx.array:
+    """The rows' keys as uint32 [B, 2] for `engine.noise.exponentials`."""
+    return mx.array([coupled_key(row.seed) for row in rows], mx.uint32)
 
 
 def one_hot(tokens: mx.array, vocab: int) -> mx.array:
@@ -91,7 +108,8 @@ def shape(logits: mx.array, shaper: Shaper) -> mx.array:
         floor = shaper.min_p[column] * probs.max(axis=-1, keepdims=True)
         probs = mx.where(probs >= floor, probs, 0.0)
     if shaper.filters or shaper.floors:
-        probs = probs / probs.sum(axis=-1, keepdims=True)
+        # A row that cuts nothing keeps its bits beside rows that do.
+        probs = probs / mx.where(shaper.cut[column], probs.sum(axis=-1, keepdims=True), 1.0)
     if shaper.some_greedy:
         best = one_hot(mx.argmax(logits, axis=-1), logits.shape[-1])
         probs = mx.where(temperature > 0, probs, best)
@@ -125,6 +143,14 @@ def draw(probs: mx.array, u: mx.array) -> mx.array:
     # u · total may round up to total; the first index that reaches total still has mass.
     last = (cumulative < total).sum(axis=-1)
     return mx.minimum(index, last).astype(mx.int32)
+
+
+def race(probs: mx.array, exponentials: mx.array) -> mx.array:
+    """argmax p(v) / E(v) over the last axis, int32: a sample of p, and the same one for like p.
+
+    Never returns a token of zero mass where another has some.
+    """
+    return mx.argmax(probs / exponentials, axis=-1).astype(mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +189,11 @@ def accept(drafts: mx.array, q: mx.array, p: mx.array, u: mx.array, limits: mx.a
     return _assemble(drafts, draw(residual, u_next), accepted)
 
 
-def accept_greedy(drafts: mx.array, best: mx.array, limits: mx.array) -> Acceptance:
-    """`accept` where p and q are point masses: `best` [B, K + 1] is the target's argmax."""
+def accept_equal(drafts: mx.array, best: mx.array, limits: mx.array) -> Acceptance:
+    """Acceptance by equality with the target's own token at each position, `best` [B, K + 1].
+
+    It is `accept` where p and q are point masses, and what coupled rows do.
+    """
     depth = drafts.shape[1]
     live = mx.arange(depth, dtype=mx.int32)[None, :] < limits[:, None]
     good = (drafts == best[:, :depth]) & live

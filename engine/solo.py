@@ -16,6 +16,7 @@ from engine.plan import (
     DecodeBatch,
     Engine,
     Finish,
+    Logprobs,
     PrefillChunk,
     RowResult,
     RowSpec,
@@ -24,7 +25,7 @@ from engine.plan import (
     pages_needed,
 )
 
-_rows = itertools.count(1 << 40)
+row_ids = itertools.count(1 << 40)
 """Row ids no scheduler hands out, never reused."""
 
 Depths = Callable[[int], int]
@@ -47,11 +48,17 @@ class SoloResult:
     """[j]: cycles in which draft j + 1 was up for acceptance."""
     accepted: list[int] = field(default_factory=list)
     """[j]: cycles in which draft j + 1 was accepted."""
+    logprobs: Logprobs | None = None
+    """Of all tokens, when the request asked."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt without its first token, when the request asked."""
 
     def add(self, result: RowResult) -> None:
         self.tokens.extend(result.tokens)
         self.finish = result.finish or self.finish
         self.fault = result.fault or self.fault
+        self.logprobs = _joined(self.logprobs, result.logprobs)
+        self.prompt_logprobs = _joined(self.prompt_logprobs, result.prompt_logprobs)
         _count(self.drafted, result.drafted)
         _count(self.accepted, result.accepted)
 
@@ -75,7 +82,7 @@ def generate(
     ValueError when the requests need more rows or pages than the engine has; rows are released in
     the end.
     """
-    results = [SoloResult(row=next(_rows)) for _ in requests]
+    results = [SoloResult(row=next(row_ids)) for _ in requests]
     tables = _deal_pages(engine, requests)
     steps = itertools.count()
     try:
@@ -89,24 +96,45 @@ def generate(
             if not active:
                 return results
             this_depth = depth if isinstance(depth, int) else depth(cycle)
-            caps = (this_depth if limits is None else limits(cycle, i, this_depth) for i in active)
-            batch = DecodeBatch(
-                rows=tuple(results[i].row for i in active),
-                pages=np.stack([page_array(padded[i]) for i in active]),
-                depth=this_depth,
-                limits=tuple(
-                    cap if requests[i][1].speculative else 0
-                    for i, cap in zip(active, caps, strict=True)
-                ),
-            )
+            caps = {
+                i: this_depth if limits is None else limits(cycle, i, this_depth) for i in active
+            }
+            caps = {i: cap if requests[i][1].speculative else 0 for i, cap in caps.items()}
+            cohorts = [
+                _cohort(
+                    [results[i].row for i in members],
+                    [padded[i] for i in members],
+                    this_depth,
+                    [caps[i] for i in members],
+                )
+                for members in _by_constraint(active, requests)
+            ]
+            plan = StepPlan(step=next(steps), decode=cohorts[0], guided=cohorts[1])
             before = sum(len(result.tokens) for result in results)
-            for result in _run(engine, StepPlan(step=next(steps), decode=batch), results):
+            for result in _run(engine, plan, results):
                 result.cycles += 1
             if on_cycle is not None:
                 on_cycle(sum(len(result.tokens) for result in results) - before)
     finally:
         _run(engine, StepPlan(step=next(steps), release=tuple(r.row for r in results)), results)
     return results
+
+
+def _by_constraint(
+    active: list[int], requests: Sequence[tuple[Sequence[int], RowSpec]]
+) -> tuple[list[int], list[int]]:
+    """Requests without a constraint, and those with one."""
+    free = [i for i in active if requests[i][1].constraint is None]
+    return free, [i for i in active if requests[i][1].constraint is not None]
+
+
+def _cohort(
+    rows: list[int], tables: list[list[int]], depth: int, limits: list[int]
+) -> DecodeBatch | None:
+    if not rows:
+        return None
+    pages = np.stack([page_array(table) for table in tables])
+    return DecodeBatch(rows=tuple(rows), pages=pages, depth=depth, limits=tuple(limits))
 
 
 def _run(engine: Engine, plan: StepPlan, results: list[SoloResult]) -> Iterable[SoloResult]:
@@ -148,6 +176,16 @@ def _deal_pages(
     if used > info.pages:
         raise ValueError(f"the requests need {used} pages, but the engine has {info.pages}")
     return tables
+
+
+def _joined(before: Logprobs | None, new: Logprobs | None) -> Logprobs | None:
+    if before is None or new is None:
+        return before or new
+    return Logprobs(
+        chosen=before.chosen + new.chosen,
+        top_ids=before.top_ids + new.top_ids,
+        top=before.top + new.top,
+    )
 
 
 def _count(counts: list[int], reached: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from engine.plan import RowResult, StepPlan
+from engine.results import Output
 from engine.rows import RowArrays
 
 
@@ -17,8 +18,8 @@ class Step:
     """A submitted step: what to wait for and how to read it."""
 
     plan: StepPlan
-    outputs: list[tuple[tuple[int, ...], mx.array, mx.array | None]] = field(default_factory=list)
-    """(rows, packed results, logits when traced), in result order."""
+    outputs: list[Output] = field(default_factory=list)
+    """In result order."""
     pending: list[mx.array] = field(default_factory=list)
     """Everything the step must compute; emptied once the device has it, because a reference would
     keep the next step from updating the page pools in place."""
@@ -33,7 +34,12 @@ class Step:
     need: int = 0
     """Bytes it is estimated to take while it runs, as far as it is built."""
     build_s: float = 0.0
-    started: float = 0.0
+    waited_s: float = 0.0
+    """Part of `submit` spent waiting for the device."""
+    started: float | None = None
+    """When the device could begin; None while it has nothing of the step."""
+    ended: float | None = None
+    """When the step was seen to be done, before it was collected."""
     gap_s: float | None = None
 
     @property

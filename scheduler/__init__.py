@@ -4,6 +4,7 @@ on a device, no network, and no clock it was not given."""
 from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
+from scheduler.costs import CostTable
 from scheduler.loop import RequestHandle, Scheduler, StepRecord
 from scheduler.pages import IntegrityError
 from scheduler.request import (
@@ -18,9 +19,11 @@ from scheduler.request import (
     Tokens,
     Usage,
 )
+from scheduler.sessions import NoRoomError, SessionInfo, UnknownSessionError
 from scheduler.statistics import Statistics
 
 __all__ = [
+    "CostTable",
     "Event",
     "FinishReason",
     "Finished",
@@ -28,15 +31,18 @@ __all__ = [
     "IntegrityError",
     "InvalidRequestError",
     "Limits",
+    "NoRoomError",
     "NotRunningError",
     "QueueFullError",
     "RequestHandle",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerCore",
+    "SessionInfo",
     "Statistics",
     "StepRecord",
     "SubmitError",
     "Tokens",
+    "UnknownSessionError",
     "Usage",
 ]

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import MAX_STOP_IDS, EngineInfo, SamplingParams, pages_needed
+from engine.plan import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    EngineInfo,
+    SamplingParams,
+    pages_needed,
+)
 from scheduler.config import SchedulerConfig
 from scheduler.request import GenerationRequest, InvalidRequestError
 
@@ -55,6 +62,10 @@ def validate(request: GenerationRequest, limits: Limits) -> NDArray[np.int32]:
     _lengths(len(prompt), request.max_tokens, limits)
     _stop_ids(request.stop_ids, limits)
     _sampling(request.sampling)
+    _logit_bias(request.sampling.logit_bias, limits)
+    _reports(request)
+    if request.session_id is not None and not request.reuse_prefix:
+        raise InvalidRequestError("session_id", "a session keeps its prefix; set reuse_prefix")
     if request.depth_cap is not None and request.depth_cap < 0:
         raise InvalidRequestError("depth_cap", "must be >= 0")
     if request.deadline is not None and math.isnan(request.deadline):
@@ -114,7 +125,33 @@ def _sampling(sampling: SamplingParams) -> None:
             sampling.draft_temperature is None or 0 <= sampling.draft_temperature < math.inf,
             "finite and >= 0",
         ),
+        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "finite and > 0"),
+        ("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "in [-2, 2]"),
+        ("presence_penalty", -2 <= sampling.presence_penalty <= 2, "in [-2, 2]"),
     )
     for name, holds, message in bounds:
         if not holds:
             raise InvalidRequestError(f"sampling.{name}", f"must be {message}")
+
+
+def _logit_bias(bias: tuple[tuple[int, float], ...], limits: Limits) -> None:
+    name = "sampling.logit_bias"
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(name, f"{len(bias)} tokens; the limit is {MAX_LOGIT_BIAS}")
+    if len({token for token, _ in bias}) != len(bias):
+        raise InvalidRequestError(name, "must name each token once")
+    if any(not 0 <= token < limits.vocab_size for token, _ in bias):
+        message = f"token ids must be in 0 … {limits.vocab_size - 1} (vocab_size)"
+        raise InvalidRequestError(name, message)
+    if not all(math.isfinite(amount) for _, amount in bias):
+        raise InvalidRequestError(name, "must be finite numbers")
+
+
+def _reports(request: GenerationRequest) -> None:
+    if not 0 <= request.min_tokens <= request.max_tokens:
+        message = f"{request.min_tokens}; must be in 0 … {request.max_tokens} (max_tokens)"
+        raise InvalidRequestError("min_tokens", message)
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(request, name)
+        if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+            raise InvalidRequestError(name, f"{asked}; must be in 0 … {MAX_LOGPROBS}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from scheduler.keeping import Keeping
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.queue import WaitingQueue
 from scheduler.sequence import Sequence
@@ -18,11 +19,14 @@ def check_books(
     queue: WaitingQueue,
     pool: PagePool,
     tables: PageTables,
+    keeping: Keeping,
     idle: bool,
 ) -> None:
-    """Account for every page, slot, row and registry entry. Raises IntegrityError."""
+    """Account for every page, boundary, slot, row, session and registry entry. Raises
+    IntegrityError."""
     queue.integrity()
-    pool.integrity(rows)
+    keeping.integrity(idle=idle)
+    pool.integrity(rows, [entry.pages for entry in keeping.cache])
     tables.integrity(s.slot for s in rows.values())
     for row, s in rows.items():
         _check(s.row == row, f"row {row} is filed under another id")
@@ -30,7 +34,8 @@ def check_books(
         _check((s.cause is None) == (live.get(s.request_id) is s), f"row {row}: registry")
         _check(0 <= s.emitted <= s.request.max_tokens, f"row {row}: tokens emitted")
         _check(0 <= s.unread <= s.emitted, f"row {row}: tokens unread")
-        _check(0 <= s.cursor <= len(s.prompt), f"row {row}: prompt cursor")
+        _check(s.cached <= s.cursor <= len(s.prompt), f"row {row}: prompt cursor")
+        _check(s.emitted <= len(s.output), f"row {row}: the device emitted less than the host saw")
     for request_id, s in live.items():
         _check(s.cause is None, f"{request_id} has ended and is registered")
         queued, running = request_id in queue, rows.get(s.row) is s
@@ -47,7 +52,7 @@ def _check_in_flight(rows: Mapping[int, Sequence], tickets: Collection[Ticket]) 
     counted = {row: [0, 0, 0] for row in rows}
     for ticket in tickets:
         named = [(s, int(chunk.last), int(chunk.last)) for s, chunk in ticket.chunks]
-        named += [(s, most, 1) for s, most in ticket.decode]
+        named += [(s, most, 1) for s, most in ticket.decode.rows + ticket.guided.rows]
         for s, ceiling, floor in named:
             _check(s.row in counted, f"row {s.row} was freed while in flight")
             counts = counted[s.row]

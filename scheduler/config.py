@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.plan import MAX_DEPTH
+from engine.plan import MAX_DEPTH, EngineInfo
+from scheduler.costs import CostTable
 
 Depth = Literal["auto"] | int
 """`"auto"`, or a fixed number of drafts per cycle in 0 … 8."""
@@ -41,6 +43,10 @@ class SchedulerConfig:
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
 
+    cost_table: Callable[[EngineInfo], CostTable | None] | None = None
+    """Gives what cycles of this engine cost when they were measured before, or None; asked once,
+    when the engine has loaded. `auto` then chooses well from its first cycle on."""
+
     stream_buffer: int = 256
     """Unread tokens per stream at which its row is paused. It can be overshot by what is in
     flight when the limit is reached, at most two bursts."""
@@ -48,6 +54,19 @@ class SchedulerConfig:
     slow_reader_timeout_s: float = 30.0
     """Seconds a paused stream may go unread before it is ended: a paused row holds pages that
     others wait for."""
+
+    prefix_cache: bool = True
+    """Keep prefixes that later requests can start from, in memory the engine has set aside
+    (`EngineInfo.boundaries`) and in pages that no row needs. Never changes a token beyond what the
+    engine promises of equal prefixes."""
+
+    session_ttl_s: float = 600.0
+    """Seconds after its last use for which a session's end is pinned."""
+
+    max_sessions: int = 256
+    """Sessions that are pinned at once; one more unpins the one unused the longest. A pin is kept
+    from ordinary eviction only: when a queued request or another session's end could not have room
+    otherwise, pinned ends go too, least recently used first."""
 
     loop: LoopKind = "pipelined"
     """`pipelined` submits step n + 1 before it reads step n; `plain` waits for each step. Same
@@ -60,13 +79,14 @@ class SchedulerConfig:
     """Seconds over which tokens per second are measured."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_queued_tokens", "max_rows"):
+        for name in ("max_queue", "max_queued_tokens", "max_rows", "max_sessions"):
             _at_least_one(name, getattr(self, name))
         _at_least_one("stream_buffer", self.stream_buffer)
         for name in ("max_prompt_tokens", "max_completion_tokens", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        for name in ("slow_reader_timeout_s", "close_timeout_s", "rate_window_s"):
+        seconds = ("slow_reader_timeout_s", "session_ttl_s", "close_timeout_s", "rate_window_s")
+        for name in seconds:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0 seconds")
         if self.depth != "auto" and not (
@@ -75,6 +95,10 @@ class SchedulerConfig:
             raise ValueError(f"depth must be 'auto' or 0 … {MAX_DEPTH}")
         if self.loop not in ("plain", "pipelined"):
             raise ValueError("loop must be 'plain' or 'pipelined'")
+
+    def costs_of(self, info: EngineInfo) -> CostTable | None:
+        """The cost table for this engine, if there is one."""
+        return self.cost_table(info) if self.cost_table is not None else None
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -10,10 +10,15 @@
 Life of a request: queued → running (a row; prefilling, then decoding) → ended → reaped. It *ends*
 at once for its client, with the first cause, and emits nothing after it. Its row, slot and pages
 are *reaped* in one place, `_reap`, at the first plan after the last step in flight that names the
-row has come back; that same plan tells the engine to release it.
+row has come back; that same plan tells the engine to release it, and to keep its end as a prefix
+for later requests when there is one to keep.
 
-Each step carries prefill chunks and the decode cohort side by side, so neither starves the other.
-A prompt is cut at multiples of `prefill_chunk` from its own start, whoever its neighbours are.
+Each step carries prefill chunks and the decode cohorts side by side, so none starves another. Rows
+with a constraint are a cohort of their own, planned only when no step in flight names them.
+
+The parts: `scheduler.prefill` (who starts, and from what), `scheduler.prefix` and
+`scheduler.sessions` (what is kept), `scheduler.cohorts` and `scheduler.depth` (who decodes how
+deep).
 
 Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
@@ -22,8 +27,12 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     waiting requests        max_queue (64)            QueueFullError with a measured retry delay
     waiting prompt tokens   max_queued_tokens (256k)  the same
     rows at once            max_rows (256), engine's  wait in the queue
-    KV pages                engine's pool             wait in the queue; InvalidRequestError when
-                                                      the worst case exceeds the whole pool
+    KV pages                engine's pool             kept prefixes go (LRU), then wait in the
+                                                      queue; InvalidRequestError when the worst
+                                                      case exceeds the whole pool
+    kept prefixes           engine's boundaries       the least recently used one goes
+    sessions                max_sessions (256),       the least recently used one is unpinned
+                            session_ttl_s (600)
     prompt length           max_prompt_tokens (None)  InvalidRequestError
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
@@ -37,22 +46,31 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.plan import (
-    DecodeBatch,
     EngineFailedError,
     EngineInfo,
     Finish,
+    KeepRow,
     PrefillChunk,
     RowResult,
+    SavedPrefix,
     StepPlan,
     StepResult,
-    pages_needed,
 )
 from scheduler.admission import Limits, validate
 from scheduler.books import check_books
+from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.depth import depth_policy
+from scheduler.groups import Groups
+from scheduler.keeping import Keeping
+from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.prefill import PrefillPlanner
+from scheduler.prefix import Entry
 from scheduler.queue import WaitingQueue
 from scheduler.request import (
     Event,
@@ -64,9 +82,12 @@ from scheduler.request import (
     QueueFullError,
     Tokens,
 )
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, joined
+from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
-from scheduler.ticket import Ticket, breach
+from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
+
+Prompt = NDArray[np.int32]
 
 RETRY_BOUNDS_S = (0.1, 60.0)
 """Retry delays are clamped to this."""
@@ -80,17 +101,28 @@ class SchedulerCore:
     def __init__(self, *, info: EngineInfo, config: SchedulerConfig, max_in_flight: int) -> None:
         self.config = config
         self.limits = Limits.of(info, config)
-        self._prefill_chunk = config.prefill_chunk or info.prefill_chunk
         self._max_depth = info.max_depth if config.depth == "auto" else config.depth
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
         self._max_rows = min(config.max_rows, info.max_rows)
-        self._depth = depth_policy(config.depth, info.max_depth)
         self._queue = WaitingQueue(
             max_requests=config.max_queue, max_tokens=config.max_queued_tokens
         )
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
+        self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
+        self._free, self._guided = (
+            CohortPlanner(
+                policy=depth_policy(config.depth, info.max_depth, table),
+                tables=self._tables,
+                memory=self._memory,
+            )
+            # A guided cycle waits for the host at every draft: it has costs of its own.
+            for table in (config.costs_of(info), None)
+        )
+        self._groups = Groups()
+        self.keeping = Keeping(info=info, config=config, pool=self._pool)
+        """Prefixes and sessions."""
         self._live: dict[str, Sequence] = {}
         """Accepted requests that have not ended, by id."""
         self._rows: dict[int, Sequence] = {}
@@ -99,8 +131,18 @@ class SchedulerCore:
         self._outbox: list[tuple[str, Event]] = []
         self._meter = Meter(window_s=config.rate_window_s)
         self._next_step = 0
-        self._next_row = 1
+        self._next_turn = 1
         self._closed: str | None = None
+        self._prefill = PrefillPlanner(
+            chunk=config.prefill_chunk or info.prefill_chunk,
+            rows=self._rows,
+            queue=self._queue,
+            pool=self._pool,
+            tables=self._tables,
+            memory=self._memory,
+            cache=self.keeping.cache,
+            groups=self._groups,
+        )
 
     # --- the world changes something -------------------------------------------------------------
 
@@ -139,6 +181,15 @@ class SchedulerCore:
             reason, limit, leaving = refusal
             self._meter.refused[reason] += 1
             raise QueueFullError(limit, self._retry_after(leaving, now))
+        sequence = self._sequence(request, prompt, now)
+        if request.session_id is not None:
+            self.keeping.sessions.touch(request.session_id, now)
+        self._live[request.request_id] = sequence
+        self._queue.push(sequence)
+        self._meter.submitted += 1
+
+    def _sequence(self, request: GenerationRequest, prompt: Prompt, now: float) -> Sequence:
+        """Raises InvalidRequestError when it does not fit its group."""
         cap = self._max_depth if request.depth_cap is None else request.depth_cap
         sequence = Sequence(
             request=request,
@@ -146,9 +197,12 @@ class SchedulerCore:
             submitted_at=now,
             depth_cap=min(cap, self._max_depth),
         )
-        self._live[request.request_id] = sequence
-        self._queue.push(sequence)
-        self._meter.submitted += 1
+        try:
+            self._groups.join(sequence)
+        except InvalidRequestError:
+            self._meter.refused["invalid"] += 1
+            raise
+        return sequence
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> bool:
         """End a request for `reason`; False when no live request has this id.
@@ -196,7 +250,8 @@ class SchedulerCore:
         self._tickets.clear()
         for sequence in self._rows.values():
             sequence.tickets = sequence.ceiling = sequence.floor = 0
-        self._reap()
+        self._reap(now)
+        self.keeping.cache.clear("engine_failed")
         return self.take_events()
 
     def take_events(self) -> list[tuple[str, Event]]:
@@ -221,24 +276,48 @@ class SchedulerCore:
         if len(self._tickets) >= self._max_in_flight:
             raise IntegrityError(f"{self._max_in_flight} steps are in flight already")
         self._expire(now)
-        release = self._reap()
-        cohort = [s for s in self._rows.values() if s.can_decode]
+        keep, release = self._reap(now)
+        free, guided = self._cohorts()
         ticket = Ticket(step=self._next_step)
-        ticket.chunks = self._prefill(now)
-        decode = self._decode(cohort, ticket) if cohort else None
+        copies = self._prefill.plan(ticket, now)
+        alone = not (ticket.chunks or (free and guided))
         plan = StepPlan(
             step=ticket.step,
+            keep=keep,
             release=release,
+            copies=copies,
             prefill=tuple(chunk for _, chunk in ticket.chunks),
-            decode=decode,
+            decode=self._free.plan(free, ticket.decode, alone=alone),
+            guided=self._guided.plan(guided, ticket.guided, alone=alone),
+            drop=self.keeping.cache.planned(),
         )
+        self._meter.cohorts(plan)
+        return self._planned(plan, ticket)
+
+    def plan_ends(self, now: float) -> StepPlan:
+        """A step that runs nothing: it keeps and releases ended rows and drops evicted boundaries.
+        Empty when there are none."""
+        ticket = Ticket(step=self._next_step)
+        keep, release = self._reap(now)
+        drop = self.keeping.cache.planned()
+        plan = StepPlan(step=ticket.step, keep=keep, release=release, drop=drop)
+        return self._planned(plan, ticket)
+
+    def _planned(self, plan: StepPlan, ticket: Ticket) -> StepPlan:
         if not plan.is_empty:
             self._tickets.append(ticket)
             self._next_step += 1
         return plan
 
+    def _cohorts(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Rows that can decode now: free ones and guided ones."""
+        ready = [s for s in self._rows.values() if s.can_decode]
+        guided = [s for s in ready if s.request.constraint is not None]
+        return ([s for s in ready if not s.guided] if guided else ready), guided
+
     def _expire(self, now: float) -> None:
-        """End what is past its deadline, and readers that are too slow."""
+        """End what is past its time: requests, readers that are too slow, sessions."""
+        self.keeping.sessions.expire(now)
         timeout = self.config.slow_reader_timeout_s
         for sequence in list(self._live.values()):
             deadline = sequence.request.deadline
@@ -248,92 +327,18 @@ class SchedulerCore:
                 detail = f"{sequence.unread} tokens unread for {timeout:g} s"
                 self._end(sequence, FinishReason.SLOW_READER, now, detail)
 
-    def _reap(self) -> tuple[int, ...]:
-        """Free everything of ended rows that no step in flight names; the only place that does."""
-        ended = [row for row, s in self._rows.items() if s.cause is not None and not s.tickets]
-        for row in ended:
-            sequence = self._rows.pop(row)
-            self._tables.give_back(sequence.slot)
-            self._pool.free(row)
-        return tuple(ended)
-
-    def _prefill(self, now: float) -> list[tuple[Sequence, PrefillChunk]]:
-        """One budget's worth of chunks: prompts already begun first, then from the queue."""
-        chunks: list[tuple[Sequence, PrefillChunk]] = []
-        budget = self._prefill_chunk
-        for sequence in [s for s in self._rows.values() if s.prefilling and s.cause is None]:
-            if self._next_chunk(sequence) > budget:
-                return chunks
-            budget -= self._next_chunk(sequence)
-            chunks.append((sequence, self._chunk(sequence)))
-        while (head := self._queue.head()) and self._can_start(head):
-            if self._next_chunk(head) > budget:
-                break
-            self._start(head, now)
-            budget -= self._next_chunk(head)
-            chunks.append((head, self._chunk(head)))
-        return chunks
-
-    def _can_start(self, sequence: Sequence) -> bool:
-        pages = sequence.pages_at_worst(self.limits.page_size)
-        return self._tables.free_slots > 0 and self._pool.can_reserve(pages)
-
-    def _start(self, sequence: Sequence, now: float) -> None:
-        self._queue.remove(sequence)
-        sequence.row, self._next_row = self._next_row, self._next_row + 1
-        sequence.slot = self._tables.take_slot()
-        sequence.started_at = now
-        self._pool.reserve(sequence.row, sequence.pages_at_worst(self.limits.page_size))
-        self._rows[sequence.row] = sequence
-
-    def _next_chunk(self, sequence: Sequence) -> int:
-        """Tokens of the next chunk; cuts are multiples of `prefill_chunk`."""
-        return min(self._prefill_chunk, len(sequence.prompt) - sequence.cursor)
-
-    def _chunk(self, sequence: Sequence) -> PrefillChunk:
-        start = sequence.cursor
-        end = start + self._next_chunk(sequence)
-        last = end == len(sequence.prompt)
-        self._grow(sequence, end)
-        sequence.cursor = end
-        sequence.tickets += 1
-        if last:
-            sequence.ceiling += 1
-            sequence.floor += 1
-        return PrefillChunk(
-            row=sequence.row,
-            tokens=sequence.prompt[start:end],
-            start=start,
-            pages=self._tables.table(sequence.slot),
-            last=last,
-            spec=sequence.spec() if start == 0 else None,
-        )
-
-    def _decode(self, cohort: list[Sequence], ticket: Ticket) -> DecodeBatch:
-        caps = [sequence.depth_cap for sequence in cohort]
-        depth = self._depth.choose(caps, prefilling=bool(ticket.chunks))
-        limits = [min(cap, depth) for cap in caps]
-        for sequence, limit in zip(cohort, limits, strict=True):
-            self._grow(sequence, sequence.reach(depth))
-            sequence.tickets += 1
-            sequence.ceiling += limit + 1
-            sequence.floor += 1
-            ticket.decode.append((sequence, limit + 1))
-        ticket.depth = depth
-        self._meter.cohort(depth=depth, rows=len(cohort))
-        return DecodeBatch(
-            rows=tuple(sequence.row for sequence in cohort),
-            pages=self._tables.gather([sequence.slot for sequence in cohort]),
-            depth=depth,
-            limits=tuple(limits),
-        )
-
-    def _grow(self, sequence: Sequence, positions: int) -> None:
-        """Extend a row's table to cover `positions`."""
-        held = self._tables.length(sequence.slot)
-        missing = pages_needed(positions, self.limits.page_size) - held
-        if missing > 0:
-            self._tables.extend(sequence.slot, self._pool.allocate(sequence.row, missing))
+    def _reap(self, now: float) -> tuple[tuple[KeepRow, ...], tuple[int, ...]]:
+        """Free everything of ended rows that no step in flight names, after what is worth it was
+        kept; the only place that does."""
+        ended = [s for s in self._rows.values() if s.cause is not None and not s.tickets]
+        keep = []
+        for sequence in sorted(ended, key=lambda s: s.turn):
+            table = self._tables.table(sequence.slot)
+            if entry := self.keeping.end(sequence, table, now):
+                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
+            del self._rows[sequence.row]
+            self._memory.free(sequence)
+        return tuple(keep), tuple(sequence.row for sequence in ended)
 
     # --- commit ----------------------------------------------------------------------------------
 
@@ -351,36 +356,53 @@ class SchedulerCore:
             sequence.tickets -= 1
             sequence.ceiling -= chunk.last
             sequence.floor -= chunk.last
-            row = rows.pop(sequence.row, None)
-            if chunk.last or row is not None:
-                tokens += self._apply(sequence, row, 1, now)
-        decoded = [rows.pop(s.row, None) for s, _ in ticket.decode]
-        for (sequence, most), row in zip(ticket.decode, decoded, strict=True):
+            tokens += self._apply_chunk(sequence, chunk, rows.pop(sequence.row, None), now)
+        self._prefill.saved(ticket)
+        alone = not (ticket.chunks or (ticket.decode.rows and ticket.guided.rows))
+        time = result.device_s if alone else None
+        for planner, cohort in ((self._free, ticket.decode), (self._guided, ticket.guided)):
+            decoded = [rows.pop(sequence.row, None) for sequence, _ in cohort.rows]
+            tokens += self._apply_cohort(cohort, decoded, now)
+            planner.observe(cohort, decoded, device_s=time)
+        if rows:
+            raise EngineFailedError(f"step {result.step} has results for rows it did not run")
+        self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
+        return self.take_events()
+
+    def _apply_chunk(
+        self, sequence: Sequence, chunk: PrefillChunk, row: RowResult | None, now: float
+    ) -> int:
+        """Give a row what a chunk of its prompt brought; returns tokens as `_apply` does."""
+        if sequence.cause is None and (problem := chunk_breach(sequence, chunk, row)):
+            self._breach(sequence, problem, now)
+            return 0
+        if row is not None and row.prompt_logprobs is not None:
+            sequence.prompt_logprobs.append(row.prompt_logprobs)
+        if not chunk.last and (row is None or row.fault is None):
+            return 0
+        return self._apply(sequence, row, 1, now)
+
+    def _apply_cohort(self, cohort: Cohort, decoded: list[RowResult | None], now: float) -> int:
+        """Give a cohort its results; returns tokens as `_apply` does."""
+        tokens = 0
+        for (sequence, most), row in zip(cohort.rows, decoded, strict=True):
             sequence.tickets -= 1
             sequence.ceiling -= most
             sequence.floor -= 1
             tokens += self._apply(sequence, row, most, now)
-        if rows:
-            raise EngineFailedError(f"step {result.step} has results for rows it did not run")
-        if ticket.decode:
-            self._depth.observe(
-                [row for row in decoded if row],
-                depth=ticket.depth,
-                rows=len(ticket.decode),
-                device_s=None if ticket.chunks else result.device_s,
-            )
-        self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
-        return self.take_events()
+        return tokens
 
     def _apply(self, sequence: Sequence, row: RowResult | None, most: int, now: float) -> int:
         """Give a row what a step brought; returns the tokens handed to its stream."""
+        if row is not None:
+            sequence.output += row.tokens
+            if row.fault is not None:
+                self._distrust(sequence)
         if sequence.cause is not None:
             self._discard(row)
             return 0
         if problem := breach(sequence, row, most):
-            self._end(
-                sequence, FinishReason.FAULT, now, f"the engine broke its contract: {problem}"
-            )
+            self._breach(sequence, problem, now)
             return 0
         assert row is not None
         if row.fault is not None:
@@ -388,18 +410,34 @@ class SchedulerCore:
             return 0
         sequence.record(row, now)
         self._meter.row(row)
-        self._outbox.append(
-            (
-                sequence.request_id,
-                Tokens(ids=row.tokens, drafted=row.drafted, accepted=row.accepted, at=now),
-            )
+        prompt = None
+        if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
+            prompt = joined(sequence.prompt_logprobs)
+        burst = Tokens(
+            ids=row.tokens,
+            logprobs=row.logprobs,
+            prompt_logprobs=prompt,
+            drafted=row.drafted,
+            accepted=row.accepted,
+            at=now,
         )
+        self._outbox.append((sequence.request.request_id, burst))
         if row.finish is not None:
             reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
             self._end(sequence, reason, now, "")
         elif sequence.unread >= self.config.stream_buffer and sequence.paused_at is None:
             sequence.paused_at = now
         return len(row.tokens)
+
+    def _breach(self, sequence: Sequence, problem: str, now: float) -> None:
+        self._distrust(sequence)
+        detail = f"the engine broke its contract: {problem}"
+        self._end(sequence, FinishReason.FAULT, now, detail)
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Its numbers are bad: neither it nor what it left or started from is kept."""
+        sequence.spoiled = True
+        self.keeping.cache.distrust(sequence.row, sequence.origin)
 
     def _discard(self, row: RowResult | None) -> None:
         """A result for a request that has ended."""
@@ -413,12 +451,40 @@ class SchedulerCore:
         """Record the first cause and tell the client; the only place that does."""
         if not sequence.started:
             self._queue.remove(sequence)
+        self._groups.end(sequence)
         sequence.cause = reason
+        sequence.turn, self._next_turn = self._next_turn, self._next_turn + 1
         sequence.paused_at = None
         del self._live[sequence.request_id]
         self._meter.end(reason, sequence.emitted)
         finished = Finished(reason=reason, usage=sequence.usage(now), detail=detail)
         self._outbox.append((sequence.request_id, finished))
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    def release_session(self, session_id: str) -> bool:
+        """Unpin what a session keeps; False when it keeps nothing. A turn that still runs pins its
+        end anew."""
+        return self.keeping.sessions.release(session_id)
+
+    def sessions(self, now: float) -> list[SessionInfo]:
+        """Sessions that keep something, least recently used first."""
+        self.keeping.sessions.expire(now)
+        return self.keeping.sessions.list()
+
+    def begin_import(self, saved: SavedPrefix) -> Entry:
+        """Room for a file's prefix; then `plan_ends`, the engine's import unless it is ready, and
+        `finish_import` or `keeping.cancel_import`, all with no other plan in between.
+
+        Raises NoRoomError, with the numbers.
+        """
+        return self.keeping.begin_import(saved, rows=bool(self._rows))
+
+    def finish_import(self, entry: Entry, session_id: str, now: float) -> SessionInfo:
+        """The engine has it: pin it."""
+        turn, self._next_turn = self._next_turn, self._next_turn + 1
+        self.keeping.finish_import(entry, session_id, turn=turn, now=now)
+        return self.keeping.sessions.list()[-1]
 
     # --- looking in ------------------------------------------------------------------------------
 
@@ -437,13 +503,16 @@ class SchedulerCore:
             queue=self._queue,
             pool=self._pool,
             tables=self._tables,
+            keeping=self.keeping,
             idle=idle,
         )
+        self._groups.integrity(self._live)
 
     def statistics(self, now: float) -> Statistics:
         """A snapshot; costs one pass over the running rows."""
         running = [s for s in self._rows.values() if s.cause is None]
         head = self._queue.head()
+        self.keeping.sessions.expire(now)
         return Statistics(
             at=now,
             queued_requests=len(self._queue),
@@ -451,18 +520,21 @@ class SchedulerCore:
             running=len(running),
             prefilling=sum(s.first_token_at is None for s in running),
             paused=sum(s.paused_at is not None for s in running),
+            guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),
             max_rows=self._max_rows,
             in_flight=len(self._tickets),
             pages_total=self._pool.total,
             pages_used=self._pool.used,
+            pages_cached=self._pool.cached,
             pages_reserved=self._pool.reserved,
             pages_peak=self._pool.peak,
             tokens_per_second=self._meter.generated.per_second(now),
             prompt_tokens_per_second=self._meter.prefilled.per_second(now),
             depth=self._meter.depth,
             step_s=self._meter.step_s,
-            step_times=self._depth.step_times(),
+            step_times=self._free.step_times(),
             oldest_wait_s=now - head.submitted_at if head else 0.0,
             **self._meter.snapshot(),
+            **self.keeping.snapshot(),
         )

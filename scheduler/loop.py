@@ -7,27 +7,51 @@
 
 Decisions are `SchedulerCore`'s. Here are two loops over it. `_plain` is the specification: plan,
 run, commit. `_pipelined` hands step n + 1 to the device before it reads step n, one hop to the
-engine's thread per step. Both give the same tokens.
+engine's thread per step. Both give the same tokens. A step whose rows the host must hear from first
+(guided ones) is followed by a plan without them; when that plan is empty, its result is awaited.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from engine.plan import Engine, EngineInfo, StepPlan, StepResult
+from engine.plan import (
+    Engine,
+    EngineInfo,
+    ForeignFileError,
+    SavedPrefix,
+    StepPlan,
+    StepResult,
+)
 from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
-from scheduler.request import Event, Finished, FinishReason, GenerationRequest, Tokens
+from scheduler.keeping import SESSION_KEY, Export
+from scheduler.prefix import Entry
+from scheduler.request import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NotRunningError,
+    Tokens,
+)
+from scheduler.sessions import NoRoomError, SessionInfo, UnknownSessionError
 from scheduler.statistics import Statistics
-from scheduler.thread import OwnerThread
+from scheduler.thread import Errand, OwnerThread
+
+T = TypeVar("T")
+
+CALLERS_ERRORS = (UnknownSessionError, NoRoomError, ForeignFileError, OSError)
+"""What an export or import may raise without harm to anybody else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +63,9 @@ class StepRecord:
     rows: int
     """Rows of the decode cohort; 0 when the step only prefilled or released."""
     depth: int
+    guided_rows: int
+    """Rows of the guided cohort."""
+    guided_depth: int
     tokens: int
     """Tokens the device emitted."""
     drafted: int
@@ -46,6 +73,8 @@ class StepRecord:
     build_s: float
     wait_s: float
     device_s: float
+    gap_s: float | None
+    """As in `StepResult`: how long the device sat idle before this step."""
     host_s: float
     """Event-loop time between the previous result's arrival and the next plan's departure: what
     the device would have waited for without pipelining. 0 after an idle pause."""
@@ -57,12 +86,15 @@ class StepRecord:
             prompt_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
             rows=len(plan.decode.rows) if plan.decode else 0,
             depth=plan.decode.depth if plan.decode else 0,
+            guided_rows=len(plan.guided.rows) if plan.guided else 0,
+            guided_depth=plan.guided.depth if plan.guided else 0,
             tokens=sum(len(row.tokens) for row in result.rows),
             drafted=sum(row.drafted for row in result.rows),
             accepted=sum(row.accepted for row in result.rows),
             build_s=result.build_s,
             wait_s=result.wait_s,
             device_s=result.device_s,
+            gap_s=result.gap_s,
             host_s=host_s,
         )
 
@@ -158,6 +190,7 @@ class Scheduler:
         """Steps in flight with their host time, for the records."""
         self._closing = False
         self._result_at: float | None = None
+        self._errands: deque[Errand[Any]] = deque()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -269,6 +302,63 @@ class Scheduler:
     def statistics(self) -> Statistics:
         return self._core.statistics(self._clock())
 
+    # --- sessions --------------------------------------------------------------------------------
+
+    def sessions(self) -> list[SessionInfo]:
+        """Sessions that keep something, least recently used first."""
+        return self._core.sessions(self._clock())
+
+    def release_session(self, session_id: str) -> bool:
+        """Unpin what a session keeps; False when it keeps nothing. A turn that still runs pins its
+        end anew."""
+        return self._core.release_session(session_id)
+
+    async def export_session(self, session_id: str, path: Path) -> SessionInfo:
+        """Write what a session keeps to a file. Steps in flight finish first; others wait.
+
+        Raises UnknownSessionError, OSError, NotRunningError.
+        """
+
+        async def work() -> SessionInfo:
+            what = self._core.keeping.export(session_id, self._clock())
+            await self._thread.call(self._export, what, path)
+            return self._core.sessions(self._clock())[-1]
+
+        return await self._errand(work)
+
+    async def import_session(self, path: Path, session_id: str | None = None) -> SessionInfo:
+        """Read a file that `export_session` wrote, and pin its prefix for `session_id`, or for the
+        session in the file. Steps in flight finish first; others wait.
+
+        Raises ForeignFileError, NoRoomError, OSError, NotRunningError.
+        """
+
+        async def work() -> SessionInfo:
+            saved = await self._thread.call(self._read, path)
+            name = session_id or saved.metadata.get(SESSION_KEY)
+            if not name:
+                raise ForeignFileError(f"{path.name} names no session")
+            entry = self._core.begin_import(saved)
+            try:
+                await self._settle()
+                if not entry.ready:
+                    await self._thread.call(self._import, entry, path)
+            except BaseException:
+                self._core.keeping.cancel_import(entry)
+                raise
+            return self._core.finish_import(entry, name, self._clock())
+
+        return await self._errand(work)
+
+    async def _errand(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Have the loop do `work` with nothing in flight."""
+        if self._closing or self.failed.is_set():
+            raise NotRunningError("the scheduler has stopped")
+        errand = Errand(work)
+        self._errands.append(errand)
+        self._wake.set()
+        return await errand.wait()
+
     def _acknowledge(self, request_id: str, tokens: int) -> None:
         if self._core.acknowledge(request_id, tokens, self._clock()):
             self._wake.set()
@@ -293,9 +383,12 @@ class Scheduler:
             self._fail(error)
         finally:
             self._stopped.set()
+            while self._errands:
+                self._errands.popleft().refuse(NotRunningError("the scheduler has stopped"))
 
     async def _plain(self) -> None:
         while not self._finished:
+            await self._run_errands()
             plan = self._plan()
             if plan.is_empty:
                 await self._sleep()
@@ -305,6 +398,7 @@ class Scheduler:
 
     async def _pipelined(self) -> None:
         while not self._finished:
+            await self._run_errands()
             plan = self._plan()
             if plan.is_empty and not self._core.in_flight:
                 await self._sleep()
@@ -314,12 +408,32 @@ class Scheduler:
             if result is not None:
                 self._commit(result)
 
+    async def _run_errands(self) -> None:
+        """Do what was asked for, one by one, with nothing in flight."""
+        while self._errands:
+            await self._settle()
+            error = await self._errands.popleft().run()
+            if error is not None and not isinstance(error, CALLERS_ERRORS):
+                raise error
+
+    async def _settle(self) -> None:
+        """Let the steps in flight finish, and the engine know who has ended."""
+        while self._core.in_flight:
+            self._commit(await self._thread.call(self._collect))
+        plan = self._core.plan_ends(self._clock())
+        if not plan.is_empty:
+            self._plans.append((plan, 0.0))
+            await self._thread.call(self._submit, plan)
+            self._commit(await self._thread.call(self._collect))
+
     @property
     def _finished(self) -> bool:
         return self._closing and self._core.is_empty
 
     def _plan(self) -> StepPlan:
         self._wake = anyio.Event()  # whatever happens from here on is news to this plan
+        if self._errands:
+            self._wake.set()
         plan = self._core.plan(self._clock())
         self._deliver(self._core.take_events())
         if not plan.is_empty:
@@ -370,6 +484,18 @@ class Scheduler:
         if not plan.is_empty:
             self._submit(plan)
         return self._collect() if collect else None
+
+    def _export(self, what: Export, path: Path) -> None:
+        assert self._engine is not None
+        self._engine.export_boundary(what.boundary, what.saved, what.pages, path)
+
+    def _read(self, path: Path) -> SavedPrefix:
+        assert self._engine is not None
+        return self._engine.read_boundary(path)
+
+    def _import(self, entry: Entry, path: Path) -> None:
+        assert self._engine is not None
+        self._engine.import_boundary(entry.boundary, entry.pages, path)
 
     def _unload(self) -> None:
         """Close the engine, if it was built; what that raises becomes `failure` if it is first."""

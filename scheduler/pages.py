@@ -1,17 +1,21 @@
 """KV pages: who holds which, and who has been promised how many.
 
-Admission policy for now: a row starts only when pages for its whole worst case (prompt plus
-max_tokens, never more than the context) can be *reserved*. So a running row never waits for memory
-and nothing has to be preempted. Pages are physically assigned as the row grows, out of its
-reservation; what it did not need goes back when it is freed. Optimistic allocation with preemption
-replaces `reserve` later; the owners below stay.
+Pages are counted by reference. A *row* holds the pages of its table, a prefix *entry* those of its
+tokens; a page is free when nobody holds it. Two rows hold the same page only below the boundary
+from which one of them started, where neither writes.
+
+Admission: a row starts only when pages for its whole worst case (prompt plus max_tokens, never more
+than the context) can be *reserved*, the pages it shares not counted. So a running row never waits
+for memory and nothing has to be preempted. Pages are physically assigned as the row grows, out of
+its reservation; what it did not need goes back when it is freed. Pages that entries alone hold
+(*cached*) count as used; `PrefixCache` gives them up when a row needs them.
 
 Page ids are 1 … pages. `NULL_PAGE` (0) pads tables and is never handed out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +28,7 @@ class IntegrityError(Exception):
 
 
 class PagePool:
-    """Pages of one engine. Owners are row ids."""
+    """Pages of one engine. Owners are row ids; what entries hold is only counted."""
 
     def __init__(self, *, pages: int) -> None:
         self.total = pages
@@ -35,27 +39,43 @@ class PagePool:
         self._promised: dict[int, int] = {}
         """Per owner: pages reserved and not yet assigned."""
         self._promised_sum = 0
+        self._rows: NDArray[np.int32] = np.zeros(pages + 1, dtype=np.int32)
+        """[page]: rows that hold it."""
+        self._entries: NDArray[np.int32] = np.zeros(pages + 1, dtype=np.int32)
+        """[page]: prefix entries that hold it."""
+        self._with_rows = 0
+        """Pages that some row holds."""
 
     @property
     def used(self) -> int:
-        """Pages assigned to rows."""
+        """Distinct pages that a row or an entry holds."""
         return self.total - len(self._free)
 
     @property
+    def cached(self) -> int:
+        """Pages that only entries hold."""
+        return self.used - self._with_rows
+
+    @property
     def reserved(self) -> int:
-        """Pages assigned or promised: what admission counts."""
+        """Pages held or promised: what admission counts."""
         return self.used + self._promised_sum
 
     def can_reserve(self, count: int) -> bool:
         return self.reserved + count <= self.total
 
-    def reserve(self, owner: int, count: int) -> None:
-        """Promise `count` pages to a new owner. Only after `can_reserve`."""
+    def reserve(self, owner: int, count: int, shared: Sequence[int] = ()) -> None:
+        """Promise `count` pages to a new owner, whose first pages are `shared`, held by an entry.
+        Only after `can_reserve`."""
         if owner in self._owned or not self.can_reserve(count):
             raise IntegrityError(f"cannot reserve {count} pages for row {owner}")
-        self._owned[owner] = []
+        self._owned[owner] = list(shared)
         self._promised[owner] = count
         self._promised_sum += count
+        if shared:
+            pages = np.asarray(shared)
+            self._with_rows += int(np.count_nonzero(self._rows[pages] == 0))
+            self._rows[pages] += 1
 
     def can_allocate(self, owner: int, count: int) -> bool:
         return 0 <= count <= self._promised.get(owner, 0)
@@ -64,32 +84,78 @@ class PagePool:
         """Assign `count` of the promised pages. Only after `can_allocate`."""
         if not self.can_allocate(owner, count):
             raise IntegrityError(f"row {owner} asks for {count} pages beyond its reservation")
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._take(count)
+        for page in pages:
+            self._rows[page] = 1
+        self._with_rows += count
         self._owned[owner] += pages
         self._promised[owner] -= count
         self._promised_sum -= count
-        self.peak = max(self.peak, self.used)
         return pages
 
     def free(self, owner: int) -> None:
-        """Take back all pages and promises of `owner`."""
-        self._free += reversed(self._owned.pop(owner))
+        """Take back all promises of `owner`, and those of its pages that nobody else holds."""
+        pages = np.asarray(self._owned.pop(owner)[::-1], dtype=np.int32)
         self._promised_sum -= self._promised.pop(owner)
+        self._rows[pages] -= 1
+        left = pages[self._rows[pages] == 0]
+        self._with_rows -= len(left)
+        self._free += left[self._entries[left] == 0].tolist()
+
+    def hold(self, pages: NDArray[np.int32]) -> None:
+        """A new entry holds `pages`, all in use."""
+        self._entries[pages] += 1
+
+    def drop(self, pages: NDArray[np.int32]) -> None:
+        """An entry is gone; pages that nobody else holds are free."""
+        if (self._entries[pages] < 1).any():
+            raise IntegrityError("a page is dropped that no entry holds")
+        self._entries[pages] -= 1
+        self._free += pages[(self._entries[pages] == 0) & (self._rows[pages] == 0)].tolist()
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """Free pages for an entry that comes from no row and is about to `hold` them. Only after
+        `can_reserve`."""
+        if not self.can_reserve(count):
+            raise IntegrityError(f"cannot take {count} pages")
+        return np.asarray(self._take(count), dtype=np.int32)
+
+    def idle(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those of an entry's pages that no row holds."""
+        loose: NDArray[np.int32] = pages[self._rows[pages] == 0]
+        return loose
+
+    def sole(self, pages: NDArray[np.int32]) -> int:
+        """How many of an entry's pages dropping it would free."""
+        return int(np.count_nonzero((self._rows[pages] == 0) & (self._entries[pages] == 1)))
+
+    def _take(self, count: int) -> list[int]:
+        pages = [self._free.pop() for _ in range(count)]
+        self.peak = max(self.peak, self.used)
+        return pages
 
     def owned(self, owner: int) -> list[int]:
         """Pages assigned to `owner`, in the order of its positions."""
         return list(self._owned.get(owner, ()))
 
-    def integrity(self, owners: Iterable[int]) -> None:
-        """Every page is free or owned by exactly one of `owners`, and no promise exceeds the pool.
-
-        Raises IntegrityError.
+    def integrity(self, owners: Iterable[int], entries: Iterable[NDArray[np.int32]] = ()) -> None:
+        """Every page is free, or held by exactly as many of `owners` and `entries` (the pages of
+        each) as is counted, and no promise exceeds the pool. Raises IntegrityError.
         """
         _check(set(self._owned) == set(owners), "page owners are not the rows")
         _check(set(self._promised) == set(self._owned), "a promise without an owner")
-        held = [page for pages in self._owned.values() for page in pages] + self._free
-        every = np.arange(1, self.total + 1)
-        _check(np.array_equal(np.sort(np.array(held)), every), "a page is lost or held twice")
+        rows, cached = np.zeros_like(self._rows), np.zeros_like(self._entries)
+        for owned in self._owned.values():
+            _check(len(set(owned)) == len(owned), "a row holds a page twice")
+            rows[owned] += 1
+        for pages in entries:
+            cached[pages] += 1
+        _check(np.array_equal(rows, self._rows), "pages that rows hold are miscounted")
+        _check(np.array_equal(cached, self._entries), "pages that entries hold are miscounted")
+        held = np.flatnonzero(rows + cached).tolist()
+        every = list(range(1, self.total + 1))
+        _check(sorted(held + self._free) == every, "a page is lost or held twice")
+        _check(self._with_rows == np.count_nonzero(rows), "pages with rows are miscounted")
         _check(self._promised_sum == sum(self._promised.values()), "sum of promises is off")
         _check(min(self._promised.values(), default=0) >= 0, "a negative promise")
         _check(self.reserved <= self.total, "more pages promised than there are")

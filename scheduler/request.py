@@ -65,7 +65,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     """A form the output must have. The request owns it; give no two requests the same object."""
     reuse_prefix: bool = True
-    """May start from a prefix that an earlier request left, and leave one. Never changes a token
+    """May start from a prefix that an earlier request left, and leave some. Never changes a token
     beyond what the engine promises of equal prefixes (design, 3.6)."""
     session_id: str | None = None
     """Keep the end of this request for the session's next turn, until TTL or pressure end it."""
@@ -80,6 +80,7 @@ class Usage:
 
     prompt_tokens: int
     cached_tokens: int = 0
+    """Prompt tokens taken from a saved prefix; the others were prefilled."""
     completion_tokens: int = 0
     """Tokens handed to the stream, a stop token included, whether or not they were read."""
     cycles: int = 0

@@ -7,12 +7,13 @@ where no page is, whatever it accepts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import MAX_DEPTH, RowResult, RowSpec, pages_needed
+from engine.plan import MAX_DEPTH, Logprobs, RowResult, RowSpec, pages_needed
 from scheduler.request import FinishReason, GenerationRequest, Usage
 
 
@@ -35,10 +36,21 @@ class Sequence:
     slot: int = -1
     """Slot of its page table, -1 while queued."""
 
+    hashes: list[bytes] | None = None
+    """Chained hashes of its prompt's whole pages, once somebody needed them."""
+    cached: int = 0
+    """Prompt tokens it took from a saved prefix."""
+    origin: int = 0
+    """Boundary it started from; 0 for none."""
+    saves: tuple[int, ...] = ()
+    """Positions in its prompt at which a boundary is to be saved, where a chunk must end."""
+
     cursor: int = 0
-    """Prompt tokens handed to the engine so far."""
+    """Prompt tokens handed to the engine so far, or taken from a saved prefix."""
     emitted: int = 0
-    """Completion tokens the host has seen."""
+    """Completion tokens handed to its stream."""
+    output: list[int] = field(default_factory=list)
+    """Tokens the device emitted, as far as the host has seen, those after its end included."""
     unread: int = 0
     """Completion tokens the reader has not taken yet."""
 
@@ -51,6 +63,10 @@ class Sequence:
 
     cause: FinishReason | None = None
     """First cause of its end; a sequence with a cause emits nothing and is planned no more."""
+    turn: int = 0
+    """Its place in the order of ends."""
+    spoiled: bool = False
+    """The device reported a fault of this row: nothing it has left may be used."""
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -62,6 +78,9 @@ class Sequence:
     """[d]: cycles in which d drafts were up for acceptance."""
     accepted: list[int] = field(default_factory=_histogram)
     """[a]: drafting cycles in which a drafts were accepted."""
+
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    """Of the chunks seen so far, when the request asked."""
 
     @property
     def request_id(self) -> str:
@@ -77,19 +96,34 @@ class Sequence:
         return self.cursor < len(self.prompt)
 
     @property
+    def speculative(self) -> bool:
+        """It is drafted for, so it needs MTP history and leaves some."""
+        return self.depth_cap > 0
+
+    @property
+    def guided(self) -> bool:
+        return self.request.constraint is not None
+
+    @property
+    def restores(self) -> bool:
+        """It may start from a saved prefix."""
+        return self.request.reuse_prefix and self.request.prompt_logprobs is None
+
+    @property
     def longest(self) -> int:
         """Positions this sequence can ever occupy."""
         return len(self.prompt) + self.request.max_tokens
 
     @property
     def can_decode(self) -> bool:
-        """Its prompt is handed over, it has not ended, its reader keeps up, and steps in flight
-        do not already use up max_tokens."""
+        """Its prompt is handed over, it has not ended, its reader keeps up, steps in flight do not
+        already use up max_tokens, and none names it if the host must know its tokens first."""
         return (
             self.cause is None
             and self.paused_at is None
             and self.cursor == len(self.prompt)
             and self.emitted + self.floor < self.request.max_tokens
+            and not (self.tickets and self.request.constraint is not None)
         )
 
     def reach(self, depth: int) -> int:
@@ -106,11 +140,15 @@ class Sequence:
             sampling=self.request.sampling,
             max_tokens=self.request.max_tokens,
             stop_ids=self.request.stop_ids,
-            speculative=self.depth_cap > 0,
+            speculative=self.speculative,
+            min_tokens=self.request.min_tokens,
+            logprobs=self.request.logprobs,
+            prompt_logprobs=self.request.prompt_logprobs,
+            constraint=self.request.constraint,
         )
 
     def record(self, result: RowResult, now: float) -> None:
-        """Count tokens and drafts of a result that emitted something."""
+        """Count tokens and drafts of a result that emitted something for its stream."""
         if self.first_token_at is None:
             self.first_token_at = now  # from the last prefill chunk: no cycle, no drafts
         else:
@@ -126,6 +164,7 @@ class Sequence:
         drafted = per_position(self.drafted)
         return Usage(
             prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
             completion_tokens=self.emitted,
             cycles=self.cycles,
             draft_tokens=sum(count * n for n, count in enumerate(self.drafted)),
@@ -138,6 +177,15 @@ class Sequence:
             last_token_at=self.last_token_at,
             finished_at=finished_at,
         )
+
+
+def joined(parts: Values[Logprobs]) -> Logprobs:
+    """Log probabilities of consecutive pieces as one."""
+    return Logprobs(
+        chosen=tuple(x for part in parts for x in part.chosen),
+        top_ids=tuple(x for part in parts for x in part.top_ids),
+        top=tuple(x for part in parts for x in part.top),
+    )
 
 
 def per_position(histogram: list[int], length: int = 0) -> tuple[int, ...]:

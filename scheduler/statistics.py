@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.plan import MAX_DEPTH, RowResult, StepResult
+from engine.plan import MAX_DEPTH, RowResult, StepPlan, StepResult
 from scheduler.request import FinishReason
 from scheduler.sequence import per_position
 
@@ -27,6 +27,8 @@ class Statistics:
     prefilling: int
     paused: int
     """Running requests whose reader does not keep up."""
+    guided_rows: int
+    """Running requests with a constraint."""
     rows_held: int
     """Rows with device state, ended ones that wait for their last step included."""
     max_rows: int
@@ -34,9 +36,20 @@ class Statistics:
     """Steps planned and not committed."""
     pages_total: int
     pages_used: int
+    """Distinct pages held by rows or prefix entries."""
+    pages_cached: int
+    """Pages held by prefix entries only: given up when a row needs them."""
     pages_reserved: int
     """Used, or promised to running requests."""
     pages_peak: int
+    entries: int
+    """Prefixes kept."""
+    boundaries_used: int
+    """Boundaries of the engine they take: one each."""
+    boundaries_total: int
+    """Boundaries the engine has memory for; 0 when nothing is kept."""
+    sessions: int
+    """Sessions with a pinned prefix."""
     tokens_per_second: float
     """Generated tokens, over `SchedulerConfig.rate_window_s`."""
     prompt_tokens_per_second: float
@@ -64,7 +77,11 @@ class Statistics:
     """Row cycles spent on rows that had already finished on the device."""
     steps: int
     cycles: int
-    """Steps that ran a decode cohort."""
+    """Decode cycles: cohorts run. A step that ran a free and a guided cohort counts twice."""
+    guided_cycles: int
+    """Those of them that were guided."""
+    guided_row_cycles: int
+    """Sum of guided cohort sizes over them."""
     row_cycles: int
     """Sum of cohort sizes over cycles."""
     drafted: int
@@ -77,6 +94,20 @@ class Statistics:
     wait_s: float
     device_s: float
     """Sums of the `StepResult` fields of the same names."""
+    gap_s: float
+    """The same, where there was a step before to be idle after."""
+    prefix_lookups: int
+    """Started requests that might have begun with a saved prefix."""
+    prefix_hits: int
+    """Those of them that did."""
+    cached_tokens: int
+    """Prompt tokens they took from saved prefixes."""
+    evictions: Mapping[str, int]
+    """Prefix entries evicted, by cause: pages or boundaries (somebody needed them), fault (the row
+    that left it broke), import (a file's prefix needed room), flush, engine_failed."""
+    sessions_ended: Mapping[str, int]
+    """Pins that ended before their client said so, by cause: ttl, max_sessions, or that of an
+    eviction."""
 
 
 class Rate:
@@ -122,7 +153,8 @@ class Meter:
         self.row_cycles = 0
         self.depth = 0
         self.step_s = 0.0
-        self.build_s = self.wait_s = self.device_s = 0.0
+        self.guided_cycles = self.guided_row_cycles = 0
+        self.build_s = self.wait_s = self.device_s = self.gap_s = 0.0
         self.tokens_per_request = 0.0
         """Smoothed completion tokens per finished request."""
         self.generated = Rate(window_s)
@@ -140,6 +172,7 @@ class Meter:
         self.build_s += result.build_s
         self.wait_s += result.wait_s
         self.device_s += result.device_s
+        self.gap_s += result.gap_s or 0.0
         if prompt_tokens or result.rows:
             self.step_s += (0.1 if self.step_s else 1.0) * (result.device_s - self.step_s)
         if prompt_tokens:
@@ -149,10 +182,16 @@ class Meter:
             self.generated_tokens += tokens
             self.generated.add(tokens, now)
 
-    def cohort(self, *, depth: int, rows: int) -> None:
-        self.depth = depth
-        self.cycles_by_depth[depth] += 1
-        self.row_cycles += rows
+    def cohorts(self, plan: StepPlan) -> None:
+        """A step's decode cycles."""
+        for batch in (plan.guided, plan.decode):
+            if batch is not None:
+                self.depth = batch.depth
+                self.cycles_by_depth[batch.depth] += 1
+                self.row_cycles += len(batch.rows)
+        if plan.guided is not None:
+            self.guided_cycles += 1
+            self.guided_row_cycles += len(plan.guided.rows)
 
     def end(self, reason: FinishReason, tokens: int) -> None:
         self.finished[reason] += 1
@@ -189,4 +228,7 @@ class Meter:
             "build_s": self.build_s,
             "wait_s": self.wait_s,
             "device_s": self.device_s,
+            "gap_s": self.gap_s,
+            "guided_cycles": self.guided_cycles,
+            "guided_row_cycles": self.guided_row_cycles,
         }

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.plan import PrefillChunk, RowResult
+from scheduler.prefix import Entry
 from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Rows that decode together in one step."""
+
+    depth: int = 0
+    rows: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Each with the most tokens it may gain."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,9 +24,10 @@ class Ticket:
 
     step: int
     chunks: list[tuple[Sequence, PrefillChunk]] = field(default_factory=list)
-    decode: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each row of the cohort with the most tokens it may gain."""
-    depth: int = 0
+    saves: list[tuple[Sequence, Entry]] = field(default_factory=list)
+    """Entries that chunks of this step save."""
+    decode: Cohort = field(default_factory=Cohort)
+    guided: Cohort = field(default_factory=Cohort)
 
     @property
     def prompt_tokens(self) -> int:
@@ -33,10 +44,30 @@ def breach(sequence: Sequence, row: RowResult | None, most: int) -> str | None:
     emitted = len(row.tokens)
     if not 1 <= emitted <= most:
         return f"{emitted} tokens from a step that emits 1 … {most}"
+    if sequence.request.logprobs is not None and (
+        row.logprobs is None or len(row.logprobs.chosen) != emitted
+    ):
+        return "log probabilities are not of the tokens"
     total = sequence.emitted + emitted
     limit = sequence.request.max_tokens
     if total > limit or (total == limit and row.finish is None):
         return f"{total} tokens with finish {row.finish}; max_tokens is {limit}"
     if not 0 <= row.accepted <= row.drafted < most:
         return f"{row.accepted} of {row.drafted} drafts accepted; the limit is {most - 1}"
+    return None
+
+
+def chunk_breach(sequence: Sequence, chunk: PrefillChunk, row: RowResult | None) -> str | None:
+    """What is wrong with a chunk's prompt log probabilities, if anything; with the whole result
+    when the chunk is not the last."""
+    if row is not None and row.fault is not None:
+        return None
+    if not chunk.last and row is not None and (row.tokens or row.finish is not None):
+        return "tokens from a chunk that is not the last"
+    given = 0
+    if row is not None and row.prompt_logprobs is not None:
+        given = len(row.prompt_logprobs.chosen)
+    wanted = len(chunk.tokens) - (chunk.start == 0)
+    if sequence.request.prompt_logprobs is not None and given != wanted:
+        return f"{given} prompt log probabilities for {wanted} positions"
     return None

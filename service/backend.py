@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from scheduler.loop import Scheduler
 from service.errors import Reason, ServiceError
+from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
 
 
@@ -21,10 +22,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A loaded model: its scheduler, its tokenizer, and the name it is served under."""
+    """A loaded model: its scheduler, tokenizer and grammars, and the name it is served under."""
 
     scheduler: Scheduler
     tokenizer: Tokenizer
+    grammars: Grammars
     name: str
 
 

@@ -92,6 +92,9 @@ def serve(
         float, typer.Option(help="Time to finish running requests after SIGTERM.")
     ] = 30.0,
     log_format: LogFormatOption = "pretty",
+    cost_table: Annotated[
+        str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
+    ] = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
@@ -111,6 +114,7 @@ def serve(
         mtp_gate=mtp_gate,
         prefill_chunk=prefill_chunk,
         log_format=log_format,
+        cost_table=cost_table if cost_table in ("auto", "off") else Path(cost_table),
         limits=RequestLimits(default_max_tokens=default_max_tokens),
         server=ServerConfig(
             host=host,
@@ -144,6 +148,26 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="In [0, 1).")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="In (0, 10].")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Texts to generate, 1 … 16.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="File with a Lark grammar of the text.")
+    ] = None,
+    session_id: Annotated[
+        str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
+    ] = None,
+    speculation: Annotated[
+        str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
+    ] = "auto",
     depth: DepthOption = "auto",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     model: Model = None,
@@ -156,6 +180,8 @@ def generate(
     mtp_gate: Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
+    from selfdraft.client import SpeculationMode
+
     from service.oneshot import Ask, generate_at, generate_here
 
     sampling = {
@@ -166,12 +192,20 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop": stop,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "n": n,
+        "logprobs": logprobs,
+        **_form(json_schema=json_schema, regex=regex, grammar=grammar),
     }
     ask = Ask(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
         chat=chat or system is not None,
         system=system,
         sampling={name: value for name, value in sampling.items() if value is not None},
+        session_id=session_id,
+        speculation=_choice("--speculation", speculation, SpeculationMode),
         max_depth=None if depth == "auto" else _depth(depth),
         timeout=timeout,
     )
@@ -184,7 +218,7 @@ def generate(
     settings = _config(
         model=model,
         revision=revision,
-        max_rows=1,
+        max_rows=min(max(n or 1, 1), 16),  # beyond that the request is refused
         kv_memory=kv_memory,
         context=context,
         depth=depth,
@@ -208,6 +242,53 @@ def inspect(
     found = inspect_model(models.resolve(model, revision=revision))
     console.show_inspection(found)
     raise typer.Exit(0 if found.runnable else 1)
+
+
+@app.command()
+def tune(
+    model: Model = None,
+    revision: Revision = None,
+    rows: Annotated[str, typer.Option(help="Batch sizes to measure, e.g. 1,2,4.")] = "1,2,4,8,16",
+    depths: Annotated[str, typer.Option(help="Depths to measure, e.g. 0..8.")] = "0..8",
+    seconds: Annotated[float, typer.Option(help="Time to measure for, about.")] = 60.0,
+    context_tokens: Annotated[int, typer.Option(help="Prompt tokens of the rows measured.")] = 256,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; the user's cache for serve when absent.")
+    ] = None,
+    kv_memory: KvMemory = None,
+    dtype: Dtype = "auto",
+    blas: Blas = "auto",
+    weights: Weights = "auto",
+    mtp_gate: Gate = "auto",
+) -> None:
+    """Measure what decode cycles cost here, for serve to choose its depth by."""
+    from engine.config import MAX_ROWS
+    from engine.plan import MAX_DEPTH
+    from service.tune import check_seconds, parse_numbers, run_tune
+
+    sizes = parse_numbers("--rows", rows, 1, MAX_ROWS)
+    steps = parse_numbers("--depths", depths, 0, MAX_DEPTH)
+    check_seconds(seconds)
+    settings = _config(
+        model=model,
+        revision=revision,
+        max_rows=max(sizes),
+        kv_memory=kv_memory,
+        context=None,
+        depth=str(max(steps)),
+        dtype=dtype,
+        blas=blas,
+        weights=weights,
+        mtp_gate=mtp_gate,
+    )
+    run_tune(
+        settings.engine,
+        rows=sizes,
+        depths=steps,
+        seconds=seconds,
+        context=context_tokens,
+        output=output,
+    )
 
 
 @app.command()
@@ -295,6 +376,25 @@ def _depth(text: str) -> int:
     return int(text)
 
 
+def _form(**forms: Path | str | None) -> dict[str, str]:
+    """The form a text must have, read from its file where it is in one. Raises UsageError."""
+    given = {form: value for form, value in forms.items() if value is not None}
+    options = [f"--{form.replace('_', '-')}" for form in given]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(options)}: a text has one form")
+    return {
+        form: _read(option, value) if isinstance(value, Path) else value
+        for option, (form, value) in zip(options, given.items(), strict=True)
+    }
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}: cannot read {path}: {error}") from error
+
+
 def _choice(option: str, value: str, choices: Any) -> Any:
     known = get_args(choices)
     if value not in known:
@@ -311,11 +411,12 @@ def _expected(error: Exception) -> ExitCode | None:
 
     from engine.errors import ConfigError, EngineError
     from service.config import SettingError
+    from service.costs import CostTableError
     from service.models import ModelNotFoundError
     from service.server import BindError
     from service.text.tokenizer import TokenizerError
 
-    if isinstance(error, UsageError | ConfigError | SettingError):
+    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError):
         return 2
     known = (EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError)
     return 1 if isinstance(error, known) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 from engine.config import EngineConfig
@@ -24,6 +25,29 @@ class SettingError(ValueError):
         super().__init__(f"{name}: {limit}")
         self.name = name
         self.limit = limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarLimits:
+    """Bounds on compiling one grammar, and on keeping compiled ones."""
+
+    max_chars: int = 131_072
+    """Characters of a grammar."""
+    max_depth: int = 64
+    """Nesting of a JSON schema."""
+    timeout_s: float = 5.0
+    """Seconds that compiling may take, waiting for a turn included."""
+    memory_bytes: int = 1 << 30
+    """Address space of the process that tries a grammar first (where the system can limit it)."""
+    at_once: int = 2
+    """Grammars compiled at the same time."""
+    cached: int = 64
+    """Compiled grammars kept, the least recently used one goes first."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_chars", "max_depth", "at_once", "cached")
+        _at_least(self, 1 << 26, "memory_bytes")
+        _positive(self, "timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +68,20 @@ class RequestLimits:
     """Stop token ids per request, the model's end tokens included; the engine's limit is 64."""
 
     max_request_id_chars: int = 128
-    """Characters of a request id. It appears in every log line about the request."""
+    """Characters of a request or session id. They appear in the log line of the request."""
+
+    max_n: int = 16
+    """Sequences one request may ask for. Each takes a row and a place in the queue."""
 
     max_text_chars: int = 4_000_000
     """Characters of a text or chat input. Longer ones are refused before they are tokenized."""
 
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)
+    """Bounds on a JSON schema, regular expression or grammar, and on compiling it."""
+
     def __post_init__(self) -> None:
         _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
+        _at_least(self, 1, "max_n")
         _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
         if self.max_stop_ids > MAX_STOP_IDS:
             raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")
@@ -147,12 +178,17 @@ class ServiceConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log_format: LogFormat = "pretty"
+    cost_table: Literal["auto", "off"] | Path = "off"
+    """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,
+    where a clean stop also leaves what was learnt. Used at depth `auto` only."""
     model_name: str | None = None
     """Name the model is served under; None takes the engine's."""
 
     def __post_init__(self) -> None:
         if self.log_format not in ("json", "pretty"):
             raise SettingError("log_format", "must be 'json' or 'pretty'")
+        if not isinstance(self.cost_table, Path) and self.cost_table not in ("auto", "off"):
+            raise SettingError("cost_table", "must be 'auto', 'off' or a Path")
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -35,6 +35,8 @@ def cause(error: BaseException, context: Context) -> FinishReason:
             return FinishReason.SLOW_READER
         case ServiceError(reason=Reason.DEADLINE_EXCEEDED):
             return FinishReason.DEADLINE
+        case ServiceError(reason=Reason.ABORTED):
+            return FinishReason.ABORTED
     return FinishReason.CANCELLED
 
 
@@ -46,8 +48,10 @@ def gone(context: Context) -> ServiceError:
     return ServiceError(Reason.CANCELLED, "the client left")
 
 
-def complete_message(end: Finished, stream: TextStream, prepared: Prepared) -> pb.GenerateComplete:
-    """The last message of a generation that ended well."""
+def complete_message(
+    end: Finished, stream: TextStream, prepared: Prepared, index: int
+) -> pb.GenerateComplete:
+    """The last message of a sequence that ended well."""
     usage = end.usage
     start, first, done = usage.submitted_at, usage.first_token_at, usage.finished_at
     stopped = stream.ended or end.reason is not FinishReason.LENGTH
@@ -64,7 +68,9 @@ def complete_message(end: Finished, stream: TextStream, prepared: Prepared) -> p
         queue_seconds=(usage.started_at if usage.started_at is not None else start) - start,
         time_to_first_token_seconds=(first if first is not None else start) - start,
         e2e_seconds=(done if done is not None else start) - start,
-        seed=prepared.request.sampling.seed,
+        seed=prepared.options.sampling.seed,
+        speculation_mode=prepared.options.mode,
+        index=index,
     )
     if stream.stop_id is not None:
         complete.matched_token_id = stream.stop_id

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     LOADING = "LOADING"
     DRAINING = "DRAINING"
     ENGINE_FAILED = "ENGINE_FAILED"
+    GRAMMAR_LIMIT = "GRAMMAR_LIMIT"
     ROW_FAULT = "ROW_FAULT"
     INTERNAL = "INTERNAL"
 
@@ -54,6 +55,7 @@ STATUS: Final[Mapping[Reason, grpc.StatusCode]] = {
     Reason.LOADING: grpc.StatusCode.UNAVAILABLE,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.ENGINE_FAILED: grpc.StatusCode.UNAVAILABLE,
+    Reason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.ROW_FAULT: grpc.StatusCode.INTERNAL,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }

@@ -9,34 +9,20 @@ from typing import Any, TypeVar
 
 from selfdraft.v1 import selfdraft_pb2 as pb
 
-from scheduler.loop import RequestHandle
-from scheduler.request import (
-    Finished,
-    FinishReason,
-    InvalidRequestError,
-    NotRunningError,
-    QueueFullError,
-)
-from service.backend import Backend, Door
+from service.backend import Door
 from service.config import ServiceConfig
-from service.endings import Context, abort, cause, complete_message, gone
-from service.errors import Reason, ServiceError, Violation, error_of, invalid
-from service.logs import Logger, RequestRecord, trace_context
+from service.endings import Context, abort, gone
+from service.errors import Reason, ServiceError
+from service.logs import Logger, RequestRecord, total, trace_context
 from service.metrics import Metrics
 from service.modelinfo import model_info
-from service.prompt import Prepared, decode_ids, encode_input, prepare
-from service.stream import TextStream
-from service.validation import Violations, check_known, check_request_id
+from service.prompt import decode_ids, encode_input, prepare
+from service.relay import Relay
+from service.sessions import list_sessions, release_session
+from service.submission import Handles, Submissions
+from service.validation import Violations, check_id, check_known
 
 T = TypeVar("T")
-
-_FIELDS = {
-    "request_id": "request_id",
-    "max_tokens": "sampling_params.max_tokens",
-    "stop_ids": "sampling_params.stop_token_ids",
-    "depth_cap": "speculation.max_depth",
-}
-"""Fields of GenerationRequest as the client knows them."""
 
 
 class InferenceServicer:
@@ -56,6 +42,7 @@ class InferenceServicer:
         self._config = config
         self._logger = logger
         self._clock = clock
+        self._submissions = Submissions(retry_after_s=config.server.retry_after_s)
         self.active = 0
         """`Generate` calls being answered."""
         self._idle = asyncio.Event()
@@ -98,126 +85,34 @@ class InferenceServicer:
                 request_id=record.request_id,
                 deadline=self._deadline(context),
             )
-            record.request, record.input = prepared.request, prepared.input
-            handle = self._submit(backend, prepared)
+            record.prepared = prepared
+            handles = self._submissions.submit(backend.scheduler, prepared)
         except ServiceError as refusal:
             self._metrics.refused(refusal.reason)
             raise
         record.admitted_at = self._clock()
-        async with handle:
-            try:
-                await self._relay(handle, prepared, backend, context, record)
-            except BaseException as error:
-                handle.cancel(cause(error, context))
-                raise
-            finally:
-                self._account(handle, record)
-
-    def _account(self, handle: RequestHandle, record: RequestRecord) -> None:
-        if handle.finished is not None:
-            record.usage = handle.finished.usage
-            self._metrics.finished(handle.finished.reason, handle.finished.usage)
-
-    def _submit(self, backend: Backend, prepared: Prepared) -> RequestHandle:
-        """Raises ServiceError when the scheduler refuses."""
-        try:
-            return backend.scheduler.submit(prepared.request)
-        except QueueFullError as full:
-            raise ServiceError(
-                Reason.QUEUE_FULL,
-                str(full),
-                retry_after_s=full.retry_after_s,
-                metadata={"limit": full.limit},
-            ) from full
-        except NotRunningError as stopped:
-            if backend.scheduler.failed.is_set():
-                raise ServiceError(Reason.ENGINE_FAILED, "the engine failed") from stopped
-            raise ServiceError(
-                Reason.DRAINING, str(stopped), retry_after_s=self._config.server.retry_after_s
-            ) from stopped
-        except InvalidRequestError as wrong:
-            if wrong.field == "request_id":
-                raise ServiceError(
-                    Reason.DUPLICATE_REQUEST,
-                    f"request_id: {wrong.message}",
-                    violations=[Violation("request_id", wrong.message)],
-                ) from wrong
-            path = prepared.input if wrong.field == "prompt_ids" else _FIELDS.get(wrong.field)
-            violation = Violation(path or f"sampling_params.{wrong.field}", wrong.message)
-            raise invalid([violation]) from wrong
-
-    async def _relay(
-        self,
-        handle: RequestHandle,
-        prepared: Prepared,
-        backend: Backend,
-        context: Context,
-        record: RequestRecord,
-    ) -> None:
-        """Turns events into messages. Raises ServiceError for an end that is an error."""
-        request, options = prepared.request, prepared.options
-        stream = TextStream(
-            backend.tokenizer,
-            prompt_ids=request.prompt_ids,
-            stop_ids=request.stop_ids,
-            stop_strings=options.stop_strings,
-            include_stop=options.include_stop,
-            skip_special_tokens=options.skip_special_tokens,
+        self._metrics.admitted(prepared.options.mode, prepared.options.form)
+        relay = Relay(
+            handles=handles,
+            prepared=prepared,
+            tokenizer=backend.tokenizer,
+            context=context,
+            record=record,
+            metrics=self._metrics,
+            config=self._config.server,
         )
-        await context.send_initial_metadata((("selfdraft-request-id", request.request_id),))
-        previous_at: float | None = None
-        async for event in handle:
-            if isinstance(event, Finished):
-                await self._finish(event, stream, prepared, context, record)
-                return
-            self._metrics.burst(event, previous_at=previous_at, submitted_at=record.admitted_at)
-            previous_at = event.at
-            if stream.ended:  # what a cycle in flight still brought
-                continue
-            delta = stream.feed(event.ids)
-            if stream.stop_string is not None:  # first of all, spare the device
-                handle.cancel(FinishReason.STOP_STRING)
-            chunk = pb.GenerateStreamChunk(
-                token_ids=delta.ids,
-                text=delta.text,
-                completion_tokens=stream.completion_tokens,
-                spec_draft_tokens=event.drafted,
-                spec_accepted_tokens=event.accepted,
-            )
-            await self._write(
-                context, pb.GenerateResponse(request_id=handle.request_id, chunk=chunk)
-            )
-            record.delivered_tokens = stream.completion_tokens
-
-    async def _finish(
-        self,
-        end: Finished,
-        stream: TextStream,
-        prepared: Prepared,
-        context: Context,
-        record: RequestRecord,
-    ) -> None:
-        """Sends the rest of the text and `complete`. Raises ServiceError for a bad end."""
-        error = error_of(end.reason, end.detail, retry_after_s=self._config.server.retry_after_s)
-        if error is not None and not stream.ended:
-            raise error
-        request_id = prepared.request.request_id
-        if rest := stream.finish():
-            chunk = pb.GenerateStreamChunk(text=rest, completion_tokens=stream.completion_tokens)
-            await self._write(context, pb.GenerateResponse(request_id=request_id, chunk=chunk))
-        complete = complete_message(end, stream, prepared)
-        record.reason = complete.finish_reason
-        await self._write(context, pb.GenerateResponse(request_id=request_id, complete=complete))
-
-    async def _write(self, context: Context, message: pb.GenerateResponse) -> None:
-        """Raises ServiceError when the client does not take the message in time."""
         try:
-            async with asyncio.timeout(self._config.server.write_timeout_s):
-                await context.write(message)
-        except TimeoutError:
-            raise ServiceError(
-                Reason.SLOW_READER, "the stream was left unread for too long"
-            ) from None
+            await relay.run()
+        finally:
+            self._submissions.forget(prepared.request_id, handles)
+            self._account(handles, record)
+
+    def _account(self, handles: Handles, record: RequestRecord) -> None:
+        ends = [handle.finished for handle in handles if handle.finished is not None]
+        for end in ends:
+            self._metrics.finished(end.reason, end.usage)
+        if ends:
+            record.usage = total([end.usage for end in ends])
 
     def _deadline(self, context: Context) -> float | None:
         remaining: float | None = context.time_remaining()
@@ -255,11 +150,10 @@ class InferenceServicer:
         async def answer() -> pb.AbortResponse:
             complain = Violations()
             check_known(request, complain)
-            check_request_id(request.request_id, complain, self._config.limits)
-            if complain.found:
-                raise invalid(complain.found)
-            found = self._door.look().scheduler.abort(request.request_id)
-            return pb.AbortResponse(aborted=found)
+            check_id("request_id", request.request_id, complain, self._config.limits)
+            complain.raise_found()
+            self._door.look()
+            return pb.AbortResponse(aborted=self._submissions.abort(request.request_id))
 
         return await self._answer(context, answer)
 
@@ -294,9 +188,28 @@ class InferenceServicer:
         async def answer() -> pb.GetModelInfoResponse:
             complain = Violations()
             check_known(request, complain)
-            if complain.found:
-                raise invalid(complain.found)
+            complain.raise_found()
             return model_info(self._door.look(), self._config.limits)
+
+        return await self._answer(context, answer)
+
+    async def ReleaseSession(  # noqa: N802
+        self, request: pb.ReleaseSessionRequest, context: Context
+    ) -> pb.ReleaseSessionResponse:
+        """Forgets what is kept for a session."""
+
+        async def answer() -> pb.ReleaseSessionResponse:
+            return release_session(request, self._door.look(), self._config.limits)
+
+        return await self._answer(context, answer)
+
+    async def ListSessions(  # noqa: N802
+        self, request: pb.ListSessionsRequest, context: Context
+    ) -> pb.ListSessionsResponse:
+        """Sessions for which something is kept."""
+
+        async def answer() -> pb.ListSessionsResponse:
+            return list_sessions(request, self._door.look(), self._clock())
 
         return await self._answer(context, answer)
 

@@ -6,12 +6,14 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 
 from engine.budget import size
 from engine.plan import Engine
 from service.config import ServiceConfig
+from service.costs import CostSource
 from service.logs import Logger
 from service.server import Server
 from service.text.tokenizer import Tokenizer
@@ -21,16 +23,29 @@ Progress = Callable[[str, int, int], None]
 
 
 def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None = None) -> Server:
-    """A server that will load the config's model. Call it on the event loop that runs it."""
+    """A server that will load the config's model. Call it on the event loop that runs it.
+
+    Raises CostTableError when the config names a cost table that cannot be read.
+    """
+    costs = CostSource(config.cost_table, logger) if config.scheduler.depth == "auto" else None
+    if costs is not None:
+        scheduler = replace(config.scheduler, cost_table=costs.table)
+        config = replace(config, scheduler=scheduler)
 
     def engine() -> Engine:
         # Only here, on the engine's own thread, does MLX come into the process.
         from engine.load import load_engine
 
         loaded = load_engine(config.engine, progress)
-        if loaded.budget is not None:
-            for row in loaded.budget.lines():
-                logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
+        try:
+            if loaded.budget is not None:
+                for row in loaded.budget.lines():
+                    logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
+            if costs is not None:
+                costs.check(loaded.info)
+        except BaseException:
+            loaded.close()
+            raise
         return loaded
 
     return Server(
@@ -38,6 +53,7 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
         engine_factory=engine,
         tokenizer_factory=lambda: Tokenizer.load(config.engine.model),
         logger=logger,
+        keep_costs=None if costs is None else costs.keep,
     )
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, TextIO
 
 import structlog
 
-from scheduler.request import GenerationRequest, Usage
+from scheduler.request import Usage
 from service.config import LogFormat
+from service.prompt import Prepared
+from service.sampling import mode_name
 
 Logger = structlog.typing.FilteringBoundLogger
 
@@ -86,11 +89,12 @@ class RequestRecord:
     status: str = "OK"
     """gRPC status the call ended with."""
     reason: str = ""
-    """finish_reason of a good end, else the error's reason."""
+    """finish_reason of a good end (of several sequences, each that occurred), else the error's
+    reason."""
     detail: str = ""
-    input: str = ""
-    request: GenerationRequest | None = None
+    prepared: Prepared | None = None
     usage: Usage | None = None
+    """Summed over the sequences."""
     delivered_tokens: int = 0
     received_at: float = 0.0
     """On the scheduler's clock."""
@@ -108,8 +112,8 @@ class RequestRecord:
         }
         values |= {"detail": self.detail} if self.detail else {}
         values |= self.trace
-        if self.request is not None:
-            values |= _asked(self.request, self.input)
+        if self.prepared is not None:
+            values |= _asked(self.prepared)
         if self.usage is not None:
             values |= _used(self.usage, self.delivered_tokens)
         logger.log(
@@ -117,18 +121,70 @@ class RequestRecord:
         )
 
 
-def _asked(request: GenerationRequest, kind: str) -> dict[str, Any]:
-    sampling = request.sampling
-    return {
-        "input": kind,
+def _asked(prepared: Prepared) -> dict[str, Any]:
+    request, options = prepared.requests[0], prepared.options
+    sampling = options.sampling
+    values = {
+        "input": prepared.input,
+        "n": options.n,
         "max_tokens": request.max_tokens,
         "temperature": round(sampling.temperature, 6),
         "top_p": round(sampling.top_p, 6),
         "top_k": sampling.top_k,
         "min_p": round(sampling.min_p, 6),
         "seed": sampling.seed,
+        "speculation": mode_name(options.mode),
         "depth_cap": request.depth_cap,
     }
+    rare = {
+        "min_tokens": options.min_tokens or None,
+        "repetition_penalty": _unless(sampling.repetition_penalty, 1.0),
+        "frequency_penalty": _unless(sampling.frequency_penalty, 0.0),
+        "presence_penalty": _unless(sampling.presence_penalty, 0.0),
+        "logit_bias_tokens": len(sampling.logit_bias) or None,
+        "logprobs": options.logprobs,
+        "prompt_logprobs": options.prompt_logprobs,
+        "constraint": options.form,
+        "session_id": options.session_id,
+        "reuse_prefix": None if options.reuse_prefix else False,
+    }
+    return values | {name: value for name, value in rare.items() if value is not None}
+
+
+def _unless(value: float, neutral: float) -> float | None:
+    return None if value == neutral else round(value, 6)
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """The sum of several sequences' counts, from the first one's submission to the last one's end.
+    There is at least one."""
+    if len(usages) == 1:
+        return usages[0]
+
+    def earliest(name: str) -> float | None:
+        return min((t for u in usages if (t := getattr(u, name)) is not None), default=None)
+
+    def latest(name: str) -> float | None:
+        return max((t for u in usages if (t := getattr(u, name)) is not None), default=None)
+
+    def per_position(name: str) -> tuple[int, ...]:
+        return tuple(map(sum, zip_longest(*(getattr(u, name) for u in usages), fillvalue=0)))
+
+    return Usage(
+        prompt_tokens=sum(u.prompt_tokens for u in usages),
+        cached_tokens=sum(u.cached_tokens for u in usages),
+        completion_tokens=sum(u.completion_tokens for u in usages),
+        cycles=sum(u.cycles for u in usages),
+        draft_tokens=sum(u.draft_tokens for u in usages),
+        accepted_tokens=sum(u.accepted_tokens for u in usages),
+        drafted_per_position=per_position("drafted_per_position"),
+        accepted_per_position=per_position("accepted_per_position"),
+        submitted_at=min(u.submitted_at for u in usages),
+        started_at=earliest("started_at"),
+        first_token_at=earliest("first_token_at"),
+        last_token_at=latest("last_token_at"),
+        finished_at=latest("finished_at"),
+    )
 
 
 def _used(usage: Usage, delivered: int) -> dict[str, Any]:
@@ -137,7 +193,7 @@ def _used(usage: Usage, delivered: int) -> dict[str, Any]:
 
     first, last = usage.first_token_at, usage.last_token_at
     decoding = last - first if first is not None and last is not None else 0.0
-    after_first = usage.completion_tokens - 1
+    after_first = usage.completion_tokens - 1  # of several sequences the first one's
     drafts = usage.draft_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,

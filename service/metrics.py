@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import MAX_DEPTH, EngineInfo
+from scheduler.loop import StepRecord
 from scheduler.request import FinishReason, Tokens, Usage
 from scheduler.statistics import Statistics
 from service.errors import Reason
+from service.sampling import mode_name
+from service.text.grammar import Form
 
 ACCEPTANCE_WINDOW_S: Final = 60.0
 
@@ -29,6 +33,18 @@ _TOKEN: Final = (
     *(0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0),
 )
 _REQUEST: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_GAP: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+
+MODES: Final = (
+    pb.SPECULATION_MODE_OFF,
+    pb.SPECULATION_MODE_REJECTION,
+    pb.SPECULATION_MODE_COUPLED,
+)
+
+EVICTIONS: Final = ("pages", "boundaries", "fault", "import", "flush", "engine_failed")
+SESSION_ENDS: Final = ("ttl", "max_sessions", *EVICTIONS)
+"""Causes, each of which has a series before it occurs."""
 
 _SUCCESS: Final = {
     FinishReason.STOP: "stop",
@@ -65,7 +81,7 @@ class Metrics:
         )
         self._e2e_latency = self._histogram(
             "e2e_request_latency_seconds",
-            "Admission to end, of requests that ended with stop or length.",
+            "Admission to end, of sequences that ended with stop or length.",
             _REQUEST,
         )
         self._queue_time = self._histogram(
@@ -79,6 +95,27 @@ class Metrics:
         )
         for reason in REFUSALS:
             self._refused.labels(reason.value)
+        self._by_mode = Counter(
+            "selfdraft_spec_decode_requests",
+            "Generate calls admitted, by how their drafts are verified.",
+            ["mode"],
+            registry=self.registry,
+        )
+        self._guided = Counter(
+            "selfdraft_guided_requests",
+            "Generate calls admitted whose text must have a form.",
+            ["form"],
+            registry=self.registry,
+        )
+        for mode in MODES:
+            self._by_mode.labels(mode_name(mode))
+        for form in get_args(Form):
+            self._guided.labels(form)
+        self._host_gap = self._histogram(
+            "host_gap_seconds",
+            "Time the device sat idle between two steps that followed each other.",
+            _GAP,
+        )
         self._acceptance = AcceptanceWindow(ACCEPTANCE_WINDOW_S)
         self._collector = _SchedulerCollector(take_statistics, self._acceptance, version)
         self.registry.register(self._collector)
@@ -92,6 +129,17 @@ class Metrics:
     def refused(self, reason: Reason) -> None:
         """A Generate call was refused before admission."""
         self._refused.labels(reason.value).inc()
+
+    def admitted(self, mode: pb.SpeculationMode, form: Form | None) -> None:
+        """A Generate call was admitted, to draft in this `SpeculationMode`."""
+        self._by_mode.labels(mode_name(mode)).inc()
+        if form is not None:
+            self._guided.labels(form).inc()
+
+    def step(self, record: StepRecord) -> None:
+        """The engine ran a step."""
+        if record.gap_s is not None:
+            self._host_gap.observe(record.gap_s)
 
     def burst(self, tokens: Tokens, *, previous_at: float | None, submitted_at: float) -> None:
         """A cycle emitted tokens for a request whose previous burst came at `previous_at`."""
@@ -167,6 +215,7 @@ class _SchedulerCollector(Collector):
             yield from self._load(statistics)
             yield from _totals(statistics)
             yield from _speculation(statistics)
+            yield from _reuse(statistics)
             yield from _ends(statistics)
 
     def _model_info(self, info: EngineInfo, name: str) -> Metric:
@@ -208,7 +257,7 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     yield _counter(
         "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
     )
-    yield _counter("requests_admitted", "Generate calls admitted.", s.submitted)
+    yield _counter("requests_admitted", "Sequences admitted.", s.submitted)
     yield _counter("steps", "Engine steps.", s.steps)
     cycles = CounterMetricFamily(
         "selfdraft_cycles", "Decode cycles, by their depth.", labels=["depth"]
@@ -234,6 +283,28 @@ def _speculation(s: Statistics) -> Iterable[Metric]:
     yield _counter("spec_decode_accepted_tokens", "Drafts accepted.", s.accepted)
     yield _per_position("draft", "Drafts up for acceptance", s.drafted_per_position)
     yield _per_position("accepted", "Drafts accepted", s.accepted_per_position)
+
+
+def _reuse(s: Statistics) -> Iterable[Metric]:
+    yield _counter(
+        "prefix_lookups", "Prompts for which a kept prefix was sought.", s.prefix_lookups
+    )
+    yield _counter("prefix_hits", "Prompts that started from a kept prefix.", s.prefix_hits)
+    yield _counter(
+        "prefix_cached_tokens", "Prompt tokens whose prefill a kept prefix saved.", s.cached_tokens
+    )
+    yield _gauge("sessions", "Sessions for which something is kept.", s.sessions)
+    yield _gauge(
+        "boundaries", "Boundaries (states to go on from) there is room for.", s.boundaries_total
+    )
+    yield _gauge("boundaries_used", "Boundaries held.", s.boundaries_used)
+    evictions = dict.fromkeys(EVICTIONS, 0) | dict(s.evictions)
+    yield _labelled("prefix_evictions", "Kept prefixes let go.", "cause", evictions)
+    ended = dict.fromkeys(SESSION_ENDS, 0) | dict(s.sessions_ended)
+    yield _labelled(
+        "sessions_ended", "Sessions that ended before their client said so.", "cause", ended
+    )
+    yield _gauge("kv_pages_cached", "KV cache pages that only kept prefixes hold.", s.pages_cached)
 
 
 def _ends(s: Statistics) -> Iterable[Metric]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -17,15 +17,17 @@ from scheduler.request import GenerationRequest
 from service.backend import Backend
 from service.config import RequestLimits
 from service.errors import invalid
+from service.sampling import Complain
+from service.text.constraint import CompiledGrammar, GrammarConstraint, GrammarError
+from service.text.grammar import Grammars
 from service.text.template import ChatTemplateError
 from service.text.tokenizer import Tokenizer
 from service.validation import (
     NOT_YET,
-    Complain,
     Options,
     Violations,
+    check_id,
     check_known,
-    check_request_id,
     check_token_ids,
     read_options,
 )
@@ -40,7 +42,11 @@ T = TypeVar("T")
 class Prepared:
     """A request that passed every check the service can make."""
 
-    request: GenerationRequest
+    request_id: str
+    requests: tuple[GenerationRequest, ...]
+    """One per sequence, of one group when there are several."""
+    constraints: tuple[GrammarConstraint | None, ...]
+    """Those of `requests`."""
     options: Options
     input: str
     """Which kind of input it had: text, tokenized or chat."""
@@ -59,34 +65,78 @@ async def prepare(
     scheduler = backend.scheduler
     check_known(request, complain)
     if request.HasField("request_id"):
-        check_request_id(request.request_id, complain, limits)
+        check_id("request_id", request.request_id, complain, limits)
     options = read_options(
         request,
         complain,
         limits=limits,
+        max_n=scheduler.config.max_queue,
         vocab_size=scheduler.info.vocab_size,
         eos_ids=backend.tokenizer.eos_ids,
     )
     ids = await _generate_input(request, backend, complain, limits)
+    grammar = await _grammar(request.sampling_params, options, backend.grammars, complain)
     max_tokens = 1
     if ids is not None:
         path = request.WhichOneof("input") or "input"
         max_tokens = _room(len(ids), path, options, scheduler.limits, limits, complain)
     if ids is None or complain.found:
         raise invalid(complain.found)
+    constraints = tuple(grammar.constraint() if grammar else None for _ in range(options.n))
+    common = GenerationRequest(
+        request_id=request_id,
+        prompt_ids=ids,
+        sampling=options.sampling,
+        max_tokens=max_tokens,
+        min_tokens=options.min_tokens,
+        stop_ids=options.stop_ids,
+        depth_cap=options.depth_cap,
+        deadline=deadline,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        constraint=constraints[0],
+        reuse_prefix=options.reuse_prefix,
+        session_id=options.session_id,
+    )
     return Prepared(
+        request_id=request_id,
+        requests=_sequences(common, constraints),
+        constraints=constraints,
         input=request.WhichOneof("input") or "",
         options=options,
-        request=GenerationRequest(
-            request_id=request_id,
-            prompt_ids=ids,
-            sampling=options.sampling,
-            max_tokens=max_tokens,
-            stop_ids=options.stop_ids,
-            depth_cap=options.depth_cap,
-            deadline=deadline,
-        ),
     )
+
+
+def _sequences(
+    common: GenerationRequest, constraints: tuple[GrammarConstraint | None, ...]
+) -> tuple[GenerationRequest, ...]:
+    """The request once, or as the requests of one group: seeds count up from the request's, and
+    the prompt's log probabilities, the same for all, are asked for once."""
+    if len(constraints) == 1:
+        return (common,)
+    return tuple(
+        replace(
+            common,
+            request_id=f"{common.request_id}/{index}",
+            group=common.request_id,
+            sampling=replace(common.sampling, seed=(common.sampling.seed + index) % 2**64),
+            prompt_logprobs=None if index else common.prompt_logprobs,
+            constraint=constraint,
+        )
+        for index, constraint in enumerate(constraints)
+    )
+
+
+async def _grammar(
+    params: pb.SamplingParams, options: Options, grammars: Grammars, complain: Complain
+) -> CompiledGrammar | None:
+    if options.form is None:
+        return None
+    try:
+        return await grammars.compile(options.form, getattr(params, options.form))
+    except GrammarError as error:
+        complain(f"sampling_params.{options.form}", str(error))
+        return None
 
 
 async def encode_input(
@@ -120,8 +170,7 @@ async def decode_ids(
     complain = Violations()
     check_known(request, complain)
     check_token_ids(request.token_ids, "token_ids", complain, info.vocab_size)
-    if complain.found:
-        raise invalid(complain.found)
+    complain.raise_found()
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
     ids = tuple(request.token_ids)
     return await _aside(
@@ -258,7 +307,13 @@ def _room(
             f"has {prompt} tokens; with one token of output the {name} of {fits} is exceeded",
         )
     elif options.max_tokens is None:
-        return min(room, limits.default_max_tokens)
+        most = min(room, limits.default_max_tokens)
+        if options.min_tokens > most:
+            complain(
+                "sampling_params.min_tokens",
+                f"must be at most {most}, the default of max_tokens here, is {options.min_tokens}",
+            )
+        return most
     elif options.max_tokens > room:
         complain(
             "sampling_params.max_tokens",

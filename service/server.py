@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
 from service.logs import Logger
 from service.metrics import Metrics
+from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
 from service.version import VERSION
 
@@ -77,8 +78,11 @@ class Server:
         engine_factory: Callable[[], Engine],
         tokenizer_factory: Callable[[], Tokenizer],
         logger: Logger,
+        keep_costs: Callable[[EngineInfo, Mapping[tuple[int, int], float]], None] | None = None,
     ) -> None:
-        """`engine_factory` runs on the engine's thread, `tokenizer_factory` on another."""
+        """`engine_factory` runs on the engine's thread, `tokenizer_factory` on another.
+        `keep_costs` is told after a clean stop what cycles cost; it must not raise."""
+        self._keep_costs = keep_costs
         self._config = config
         self._engine_factory = engine_factory
         self._tokenizer_factory = tokenizer_factory
@@ -168,13 +172,20 @@ class Server:
             engine_factory=self._engine_factory,
             config=self._config.scheduler,
             clock=anyio.current_time,
+            on_step=self.metrics.step,
         ) as scheduler:
             self._scheduler = scheduler
             info = scheduler.info
             name = self._config.model_name or info.model
             self.metrics.model_loaded(info, name)
             self._note(info, tokenizer)
-            backend = Backend(scheduler=scheduler, tokenizer=tokenizer, name=name)
+            grammars = Grammars(
+                tokenizer, vocab_size=info.vocab_size, limits=self._config.limits.grammar
+            )
+            await anyio.to_thread.run_sync(grammars.prepare, abandon_on_cancel=True)
+            backend = Backend(
+                scheduler=scheduler, tokenizer=tokenizer, grammars=grammars, name=name
+            )
             return await self._serve(backend, health, servicer)
 
     def _note(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -202,6 +213,9 @@ class Server:
         if not backend.scheduler.failed.is_set():
             await self._drain(backend, health, servicer)
         if not backend.scheduler.failed.is_set():
+            if self._keep_costs is not None:
+                scheduler = backend.scheduler
+                self._keep_costs(scheduler.info, scheduler.statistics().step_times)
             self._logger.info("stopped")
             return 0
         self.door.fail(str(backend.scheduler.failure))

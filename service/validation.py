@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from selfdraft.v1 import selfdraft_pb2 as pb
 
-from engine.plan import MAX_DEPTH, SamplingParams
+from engine.plan import MAX_LOGPROBS, SamplingParams
 from service.config import RequestLimits
-from service.errors import Violation
+from service.errors import Violation, invalid
+from service.sampling import Complain, read_sampling, read_speculation, value_of
+from service.text.grammar import Form
 
 NOT_YET: Final = "not supported yet"
-
-Complain = Callable[[str, str], None]
-"""(field path, what its limit is)."""
 
 
 class Violations:
@@ -33,20 +30,36 @@ class Violations:
     def __call__(self, field: str, description: str) -> None:
         self.found.append(Violation(field, description))
 
+    def raise_found(self) -> None:
+        """Raises ServiceError (INVALID_ARGUMENT) when there are any."""
+        if self.found:
+            raise invalid(self.found)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The parts of a `GenerateRequest` that do not depend on its prompt."""
 
     sampling: SamplingParams
+    """Of the first sequence."""
+    mode: pb.SpeculationMode
+    """The `SpeculationMode` used: off, rejection or coupled."""
+    n: int
     max_tokens: int | None
     """None: as much as the context has left, up to the server's default."""
+    min_tokens: int
     stop_strings: tuple[str, ...]
     stop_ids: tuple[int, ...]
     """The model's end tokens included, unless they are ignored."""
     include_stop: bool
     skip_special_tokens: bool
     depth_cap: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    form: Form | None
+    """Which field holds the grammar, if one does."""
+    session_id: str | None
+    reuse_prefix: bool
 
 
 def read_options(
@@ -54,32 +67,50 @@ def read_options(
     complain: Complain,
     *,
     limits: RequestLimits,
+    max_n: int,
     vocab_size: int,
     eos_ids: tuple[int, ...],
 ) -> Options:
     """Options of `request`. What is out of range goes to `complain`; the result is then no good."""
     params = request.sampling_params
-    _refuse_unsupported(params, complain)
     ignore_eos = params.ignore_eos if params.HasField("ignore_eos") else False
+    if not value_of(params, "spaces_between_special_tokens", True):
+        complain(
+            "sampling_params.spaces_between_special_tokens",
+            f"{NOT_YET}: must be absent or true",
+        )
+    mode, depth_cap = read_speculation(request, complain)
+    n = _sequences(params, complain, min(limits.max_n, max_n))
+    session_id, reuse_prefix = _session(request, complain, limits, n)
     return Options(
-        sampling=_sampling(params, complain),
+        sampling=read_sampling(
+            params, complain, vocab_size=vocab_size, coupled=mode != pb.SPECULATION_MODE_REJECTION
+        ),
+        mode=mode,
+        n=n,
         max_tokens=_max_tokens(params, complain),
+        min_tokens=_min_tokens(params, complain),
         stop_strings=_stop_strings(params, complain, limits),
         stop_ids=_stop_ids(params, complain, limits, vocab_size, () if ignore_eos else eos_ids),
         include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=_default(params, "skip_special_tokens", True),
-        depth_cap=_depth_cap(request.speculation, complain),
+        skip_special_tokens=value_of(params, "skip_special_tokens", True),
+        depth_cap=depth_cap,
+        logprobs=_logprobs(params, "logprobs", complain),
+        prompt_logprobs=_logprobs(params, "prompt_logprobs", complain),
+        form=_form(params, complain),
+        session_id=session_id,
+        reuse_prefix=reuse_prefix,
     )
 
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]+")
+_ID = re.compile(r"[\x21-\x7e]+")
 
 
-def check_request_id(request_id: str, complain: Complain, limits: RequestLimits) -> None:
+def check_id(field: str, value: str, complain: Complain, limits: RequestLimits) -> None:
     """1 … max printable ASCII characters without spaces."""
     most = limits.max_request_id_chars
-    if len(request_id) > most or not _REQUEST_ID.fullmatch(request_id):
-        complain("request_id", f"must be 1 … {most} printable ASCII characters without spaces")
+    if len(value) > most or not _ID.fullmatch(value):
+        complain(field, f"must be 1 … {most} printable ASCII characters without spaces")
 
 
 def check_token_ids(ids: Any, path: str, complain: Complain, vocab_size: int) -> None:
@@ -115,57 +146,6 @@ def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, int]]:
                 yield from _unknown_fields(item, f"{path}{field.name}[{index}].")
         else:
             yield from _unknown_fields(value, f"{path}{field.name}.")
-
-
-def _default(message: Any, name: str, default: Any) -> Any:
-    """The value of an `optional` field, or what its absence means."""
-    return getattr(message, name) if message.HasField(name) else default
-
-
-_NEUTRAL: Final = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "n": 1,
-    "spaces_between_special_tokens": True,
-}
-
-
-def _refuse_unsupported(params: pb.SamplingParams, complain: Complain) -> None:
-    for name, neutral in _NEUTRAL.items():
-        if _default(params, name, neutral) != neutral:
-            shown = str(neutral).lower() if isinstance(neutral, bool) else f"{neutral:g}"
-            complain(f"sampling_params.{name}", f"{NOT_YET}: must be absent or {shown}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if params.HasField(name):
-            complain(f"sampling_params.{name}", f"{NOT_YET}: must be absent")
-    if params.logit_bias:
-        complain("sampling_params.logit_bias", f"{NOT_YET}: must be empty")
-    if (constraint := params.WhichOneof("constraint")) is not None:
-        complain(f"sampling_params.{constraint}", f"{NOT_YET}: must be absent")
-
-
-def _sampling(params: pb.SamplingParams, complain: Complain) -> SamplingParams:
-    temperature = _default(params, "temperature", 1.0)
-    if not (math.isfinite(temperature) and temperature >= 0):
-        complain("sampling_params.temperature", f"must be finite and >= 0, is {temperature:g}")
-    top_p = _default(params, "top_p", 1.0)
-    if not 0 < top_p <= 1:
-        complain("sampling_params.top_p", f"must be in (0, 1], is {top_p:g}")
-    top_k = _default(params, "top_k", 0)
-    if top_k < -1:
-        complain("sampling_params.top_k", f"must be >= 1, or 0 or -1 for all, is {top_k}")
-    min_p = _default(params, "min_p", 0.0)
-    if not 0 <= min_p < 1:
-        complain("sampling_params.min_p", f"must be in [0, 1), is {min_p:g}")
-    return SamplingParams(
-        temperature=temperature,
-        top_k=max(top_k, 0),
-        top_p=top_p,
-        min_p=min_p,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-    )
 
 
 def _max_tokens(params: pb.SamplingParams, complain: Complain) -> int | None:
@@ -213,23 +193,60 @@ def _stop_ids(
     return ids
 
 
-def _depth_cap(speculation: pb.Speculation, complain: Complain) -> int | None:
-    depth = speculation.max_depth if speculation.HasField("max_depth") else None
-    if depth is not None and depth > MAX_DEPTH:
-        complain("speculation.max_depth", f"must be in 0 … {MAX_DEPTH}, is {depth}")
-    match speculation.mode:
-        case pb.SPECULATION_MODE_UNSPECIFIED:
-            return depth
-        case pb.SPECULATION_MODE_OFF:
-            if depth:
-                complain("speculation.max_depth", "must be absent or 0 when mode is off")
-            return 0
-        case pb.SPECULATION_MODE_REJECTION:
-            if depth == 0:
-                complain("speculation.max_depth", "must be absent or >= 1 when mode is rejection")
-            return depth
-        case pb.SPECULATION_MODE_COUPLED:
-            complain("speculation.mode", f"coupled is {NOT_YET}")
-        case unknown:
-            complain("speculation.mode", f"{unknown} is not a mode known to this server")
-    return None
+def _sequences(params: pb.SamplingParams, complain: Complain, most: int) -> int:
+    n: int = value_of(params, "n", 1)
+    if not 1 <= n <= most:
+        complain("sampling_params.n", f"must be in 1 … {most}, is {n}")
+    return n
+
+
+def _min_tokens(params: pb.SamplingParams, complain: Complain) -> int:
+    least: int = value_of(params, "min_tokens", 0)
+    if params.HasField("max_tokens") and least > params.max_tokens:
+        complain(
+            "sampling_params.min_tokens",
+            f"must be at most max_tokens {params.max_tokens}, is {least}",
+        )
+    return least
+
+
+def _logprobs(params: pb.SamplingParams, name: str, complain: Complain) -> int | None:
+    count: int | None = value_of(params, name, None)
+    if count is not None and count > MAX_LOGPROBS:
+        complain(f"sampling_params.{name}", f"must be in 0 … {MAX_LOGPROBS}, is {count}")
+    return count
+
+
+def _form(params: pb.SamplingParams, complain: Complain) -> Form | None:
+    """Which grammar there is, if it goes together with the rest; not whether it is a good one."""
+    form: Form | Literal["structural_tag"] | None = params.WhichOneof("constraint")
+    if form is None:
+        return None
+    if form == "structural_tag":
+        complain("sampling_params.structural_tag", f"{NOT_YET}: must be absent")
+        return None
+    if params.ignore_eos:
+        complain(
+            "sampling_params.ignore_eos",
+            f"must be absent or false with {form}: its texts end with an end token",
+        )
+    if params.min_tokens:
+        complain(
+            "sampling_params.min_tokens",
+            f"must be absent or 0 with {form}: it alone says when a text may end",
+        )
+    return form
+
+
+def _session(
+    request: pb.GenerateRequest, complain: Complain, limits: RequestLimits, n: int
+) -> tuple[str | None, bool]:
+    reuse: bool = value_of(request, "reuse_prefix", True)
+    if not request.HasField("session_id"):
+        return None, reuse
+    check_id("session_id", request.session_id, complain, limits)
+    if not reuse:
+        complain("reuse_prefix", "must be absent or true with session_id")
+    if n > 1:
+        complain("sampling_params.n", "must be absent or 1 with session_id: a session is one text")
+    return request.session_id, reuse

@@ -45,8 +45,8 @@ ROOMS: dict[str, Room] = {
     "service": Room(
         (
             *("service", "scheduler", "engine", "selfdraft", *GRPC, "anyio"),
-            *("tokenizers", "jinja2", "huggingface_hub", "typer", "click", "rich"),
-            *("structlog", "prometheus_client", "numpy"),
+            *("tokenizers", "llguidance", "jinja2", "huggingface_hub", "typer", "click", "rich"),
+            *("structlog", "prometheus_client", "numpy", "platformdirs"),
         )
     ),
     # Other people's code imports this one; it brings nothing of the server along.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from engine.cache import RecurrentState, RecurrentTrail
+from engine.models.delta_block import keep_block
 
 Step = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """One token: key as column and as row, value as column, decay, β; each [1, B, H, ·, ·]."""
@@ -71,19 +72,24 @@ def _update(
 def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
     """The state after exactly `count` [B] tokens of the block, 0 … W per row.
 
-    Picks from the intermediate states where the pass kept them; otherwise replays the block with
-    a per-row mask. Both give the same bits.
+    Where the pass ran as one block, from what it wrote. Otherwise picks from the intermediate
+    states if the pass kept them, or else replays the block with a per-row mask; those two give the
+    same bits.
     """
     tail = trail.before.conv.shape[1]
     index = count[:, None] + mx.arange(tail, dtype=count.dtype)[None, :]
     conv = mx.take_along_axis(trail.rows, index[..., None], axis=1)
-    memory = _pick(trail, count) if trail.memories else replay(trail, count)
+    if trail.block is not None:
+        memory = keep_block(trail.block, trail.before.memory, count)
+    else:
+        memory = _pick(trail, count) if trail.memories else replay(trail, count)
     return RecurrentState(conv=conv, memory=memory)
 
 
 def keep_all(trail: RecurrentTrail) -> RecurrentState:
     """The state after the whole block."""
     tail = trail.before.conv.shape[1]
+    assert trail.last is not None
     return RecurrentState(conv=trail.rows[:, -tail:], memory=trail.last[0])
 
 

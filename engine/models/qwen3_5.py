@@ -7,7 +7,10 @@ full-attention decoder layer, a last norm, the trunk's own embedding and head. N
 held in plain form (the +1 of the files folded in).
 
 Parameter paths equal the canonical tensor names of `engine.checkpoint`. Shapes: B rows, W tokens,
-H hidden size.
+H hidden size. Between mixers a block is a flat [M, H] with M >= B·W: matrix products then see all
+its rows at once (as [B, W, H] MLX multiplies packed weights row by row: at 16 rows six times slower
+on an H200), and M may be padded to a width this device multiplies faster (`engine.widths`). Rows
+past B·W are nobody's and are cut off before every mixer.
 """
 
 from __future__ import annotations
@@ -20,9 +23,20 @@ from mlx.nn.layers.normalization import RMSNorm
 
 from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window, slot_positions
 from engine.models.delta import delta_rule
+from engine.models.delta_block import delta_block
 from engine.models.delta_chunked import delta_rule_chunked
 from engine.models.qwen3_5_config import Qwen35Config
-from engine.ops import Rotation, causal_conv, fuse_linears, silu, unit_scale
+from engine.ops import (
+    Rotation,
+    causal_conv,
+    columns,
+    first_rows,
+    fuse_linears,
+    pad_rows,
+    silu,
+    unit_scale,
+)
+from engine.widths import Widths
 
 
 class Attention(Module):
@@ -50,15 +64,17 @@ class Attention(Module):
             self.qkv_proj = fused
             del self.q_proj, self.k_proj, self.v_proj
 
-    def project(self, x: mx.array, rotate: Rotation) -> tuple[mx.array, ...]:
+    def project(
+        self, x: mx.array, block: tuple[int, int], rotate: Rotation
+    ) -> tuple[mx.array, ...]:
         """q [B, nh, W, hd] and k [B, nkv, W, hd] rotated, v [B, W, nkv, hd], gate [B, W, nh·hd]."""
-        batch, width, _ = x.shape
+        batch, width = block
+        rows = batch * width
         if "qkv_proj" in self:
             width_q, width_k = 2 * self.heads * self.head_dim, self.kv_heads * self.head_dim
-            ends = [width_q, width_q + width_k]
-            q, k, v = mx.split(self.qkv_proj(x), ends, axis=-1)
+            q, k, v = columns(first_rows(self.qkv_proj(x), rows), width_q, width_k, width_k)
         else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            q, k, v = (first_rows(f(x), rows) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, gate = mx.split(q.reshape(batch, width, self.heads, 2 * self.head_dim), 2, axis=-1)
         k = k.reshape(batch, width, self.kv_heads, self.head_dim)
         v = v.reshape(batch, width, self.kv_heads, self.head_dim)
@@ -67,21 +83,27 @@ class Attention(Module):
         return q, k, v, gate.reshape(batch, width, -1)
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, mask: mx.array, gate: mx.array
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        mask: mx.array,
+        gate: mx.array,
+        rows: int,
     ) -> mx.array:
-        """Attention output [B, W, H] of q over keys and values [B, nkv, T, hd]."""
+        """Attention output [rows, H] of q over keys and values [B, nkv, T, hd]."""
         out = mx.fast.scaled_dot_product_attention(
             q, keys, values, scale=self.head_dim**-0.5, mask=mask
         )
-        batch, _, width, _ = out.shape
-        out = out.transpose(0, 2, 1, 3).reshape(batch, width, -1)
-        return self.o_proj(out * mx.sigmoid(gate))
+        out = out.transpose(0, 2, 1, 3).reshape(*gate.shape) * mx.sigmoid(gate)
+        return self.o_proj(pad_rows(out.reshape(-1, gate.shape[-1]), rows))
 
     def __call__(self, x: mx.array, where: Window, pool: PagePool, rotate: Rotation) -> mx.array:
-        q, k, v, gate = self.project(x, rotate)
+        block = (where.start.shape[0], where.width)
+        q, k, v, gate = self.project(x, block, rotate)
         pool.write(k.transpose(0, 2, 1, 3), v, where)
         keys, values = pool.read(where)
-        return self.attend(q, keys, values, where.mask, gate)
+        return self.attend(q, keys, values, where.mask, gate, x.shape[0])
 
 
 class DeltaNet(Module):
@@ -103,6 +125,8 @@ class DeltaNet(Module):
         self.dt_bias = mx.zeros((self.v_heads,), mx.float32)
         self.norm = RMSNorm(self.v_dim, eps=c.rms_norm_eps)
         self.out_proj = Linear(values, c.hidden_size, bias=False)
+        self.blocks = False
+        """Run a verify as one block (`engine.models.delta_block`) instead of token by token."""
 
     def fuse(self) -> None:
         """Merge the input projections where formats allow it, and fold constants of the gates."""
@@ -129,21 +153,22 @@ class DeltaNet(Module):
             memory=mx.zeros((batch, self.v_heads, self.v_dim, self.k_dim), mx.float32),
         )
 
-    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def project(self, x: mx.array, batch: int, width: int) -> tuple[mx.array, ...]:
         """u [B, W, C], z [B, W, Hv·Dv], b and a [B, W, Hv]."""
+        rows = batch * width
         if "in_proj" in self:
+            joined = first_rows(self.in_proj(x), rows).reshape(batch, width, -1)
             values = self.v_heads * self.v_dim
-            ends = [self.channels, self.channels + values, self.channels + values + self.v_heads]
-            u, z, b, a = mx.split(self.in_proj(x), ends, axis=-1)
-            return u, z, b, a
-        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+            return tuple(columns(joined, self.channels, values, self.v_heads, self.v_heads))
+        layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        return tuple(first_rows(f(x), rows).reshape(batch, width, -1) for f in layers)
 
     def __call__(
-        self, x: mx.array, state: RecurrentState, keep: bool, chunked: bool = False
+        self, x: mx.array, width: int, state: RecurrentState, keep: bool, chunked: bool = False
     ) -> tuple[mx.array, RecurrentTrail]:
-        """Output [B, W, H] and what a commit needs; see `Qwen35Model.trunk` for the flags."""
-        batch, width, _ = x.shape
-        u, z, b, a = self.project(x)
+        """Output [M, H] and what a commit needs; see `Qwen35Model.trunk` for the flags."""
+        batch = state.conv.shape[0]
+        u, z, b, a = self.project(x, batch, width)
         rows = mx.concatenate([state.conv, u], axis=1)
         y = silu(causal_conv(rows, self._taps, width))
         split = 2 * self.k_heads * self.k_dim
@@ -159,9 +184,12 @@ class DeltaNet(Module):
         log_decay = self._decay_rate * step
         decay = mx.exp(log_decay)
         memories: list[mx.array] = []
+        last, block = None, None
         if chunked:
             out, memory = delta_rule_chunked(q, k, v, log_decay, beta, state.memory)
             last = memory[None]
+        elif self.blocks and width > 1:
+            out, block = delta_block(q, k, v, log_decay, beta, state.memory)
         else:
             out, memories = delta_rule(q, k, v, decay, beta, state.memory)
             last = memories[-1]
@@ -173,9 +201,11 @@ class DeltaNet(Module):
             rows=rows,
             memories=tuple(memories) if keep else (),
             last=last,
+            block=block,
             inputs=(k, v, decay, beta),
         )
-        return self.out_proj(gated.reshape(batch, width, -1)), trail
+        flat = gated.reshape(batch * width, -1)
+        return self.out_proj(pad_rows(flat, x.shape[0])), trail
 
 
 class DepthwiseWeight(Module):
@@ -191,6 +221,7 @@ class SwiGLU(Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
+        self.width = width
         self.gate_proj = Linear(hidden, width, bias=False)
         self.up_proj = Linear(hidden, width, bias=False)
         self.down_proj = Linear(width, hidden, bias=False)
@@ -203,7 +234,7 @@ class SwiGLU(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         if "gate_up_proj" in self:
-            gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+            gate, up = columns(self.gate_up_proj(x), self.width, self.width)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(silu(gate) * up)
@@ -234,9 +265,9 @@ class DecoderLayer(Module):
         return self.feed_forward(x + mixed)
 
     def recurrence(
-        self, x: mx.array, state: RecurrentState, keep: bool, chunked: bool
+        self, x: mx.array, width: int, state: RecurrentState, keep: bool, chunked: bool
     ) -> tuple[mx.array, RecurrentTrail]:
-        out, trail = self.linear_attn(self.input_layernorm(x), state, keep, chunked)
+        out, trail = self.linear_attn(self.input_layernorm(x), width, state, keep, chunked)
         return self.feed_forward(x + out), trail
 
 
@@ -276,6 +307,7 @@ class Qwen35Model(Module):
     def __init__(self, config: Qwen35Config, *, with_mtp: bool) -> None:
         super().__init__()
         self.config = config
+        self.widths = Widths()
         self.model = Trunk(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -295,6 +327,13 @@ class Qwen35Model(Module):
         for layer in self.model.layers + (self.mtp.layers if self.has_mtp else []):
             layer.fuse()
 
+    def run_in_blocks(self) -> None:
+        """From now on verifies run recurrences as one block each: fewer operations and no
+        intermediate states, equal up to rounding only."""
+        for layer in self.model.layers:
+            if "linear_attn" in layer:
+                layer.linear_attn.blocks = True
+
     def zero_states(self, batch: int) -> list[RecurrentState]:
         """Fresh recurrent rows, one entry per Gated-DeltaNet layer."""
         dtype = self.model.norm.weight.dtype
@@ -306,9 +345,15 @@ class Qwen35Model(Module):
         return Rotation(start=start, width=width, dims=dims, base=base)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Embeddings [..., H]."""
-        embedding: mx.array = self.model.embed_tokens(tokens)
+        """Embeddings [M, H] of all tokens [B, W], padded to a good width."""
+        flat = tokens.reshape(-1)
+        embedding: mx.array = self.model.embed_tokens(pad_rows(flat, self.widths.padded(flat.size)))
         return embedding
+
+    @staticmethod
+    def _unflatten(x: mx.array, batch: int, width: int) -> mx.array:
+        """[M, H] → [B, W, H]."""
+        return first_rows(x, batch * width).reshape(batch, width, -1)
 
     def trunk(
         self,
@@ -334,16 +379,18 @@ class Qwen35Model(Module):
             if "self_attn" in layer:
                 x = layer.attention(x, where, next(attention), rotate)
             else:
-                x, trail = layer.recurrence(x, next(recurrent), keep, chunked)
+                x, trail = layer.recurrence(x, where.width, next(recurrent), keep, chunked)
                 trails.append(trail)
-        return self.model.norm(x), trails
+        return self._unflatten(self.model.norm(x), *tokens.shape), trails
 
     def head(self, hidden: mx.array) -> mx.array:
-        """Logits in float32, [..., V]."""
+        """Logits [B, W, V] in float32, of hidden states [B, W, H]."""
         tied = "lm_head" not in self
         project = self.model.embed_tokens.as_linear if tied else self.lm_head
-        logits: mx.array = project(hidden)
-        return logits.astype(mx.float32)
+        batch, width, _ = hidden.shape
+        rows = hidden.reshape(batch * width, -1)
+        logits = project(pad_rows(rows, self.widths.padded(rows.shape[0])))
+        return self._unflatten(logits, batch, width).astype(mx.float32)
 
     def mtp_exact(
         self, hidden: mx.array, tokens: mx.array, where: Window, pool: PagePool
@@ -353,10 +400,16 @@ class Qwen35Model(Module):
         `where` is a `slot_window`. Writes the slots' keys and values; returns the MTP's output
         [B, W, H].
         """
-        x = self.mtp.combine(self.embed(tokens), hidden)
+        x = self._combined(hidden, tokens)
         rotate = self._rotation(where.start, where.width)
         out: mx.array = self.mtp.norm(self.mtp.layers[0].attention(x, where, pool, rotate))
-        return out
+        return self._unflatten(out, *tokens.shape)
+
+    def _combined(self, hidden: mx.array, tokens: mx.array) -> mx.array:
+        """The MTP layer's input [M, H]."""
+        embedding = self.embed(tokens)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return self.mtp.combine(embedding, pad_rows(flat, embedding.shape[0]))
 
     def mtp_draft(
         self,
@@ -369,14 +422,14 @@ class Qwen35Model(Module):
         Its slot is provisional, so it goes to `past` and never to a page.
         """
         layer = self.mtp.layers[0]
-        x = self.mtp.combine(self.embed(tokens), hidden)
+        x = self._combined(hidden, tokens)
         normed = layer.input_layernorm(x)
         rotate = self._rotation(past.position, 1)
-        q, k, v, gate = layer.self_attn.project(normed, rotate)
+        q, k, v, gate = layer.self_attn.project(normed, (tokens.shape[0], 1), rotate)
         keys, values, mask = past.extend(k, v.transpose(0, 2, 1, 3))
-        x = layer.feed_forward(x + layer.self_attn.attend(q, keys, values, mask, gate))
-        out: mx.array = self.mtp.norm(x)
-        return out
+        mixed = layer.self_attn.attend(q, keys, values, mask, gate, x.shape[0])
+        out: mx.array = self.mtp.norm(layer.feed_forward(x + mixed))
+        return self._unflatten(out, *tokens.shape)
 
 
 class DraftPast:

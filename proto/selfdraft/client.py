@@ -6,6 +6,9 @@
                 print(chunk.text, end="")
         print(generation.complete.finish_reason)
 
+        async with client.generate(text="A point: ", json_schema={"type": "object"}) as generation:
+            print(json.loads(await generation.text()))
+
 Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documented. Errors are
 `SelfdraftError`s. Runs on asyncio; one `Client` serves any number of calls at once.
 """
@@ -13,10 +16,11 @@ Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documen
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypedDict, Unpack
+from typing import Any, Final, Literal, NoReturn, Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
@@ -39,14 +43,37 @@ DEFAULT_OPTIONS: tuple[tuple[str, Any], ...] = (
 """Channel options: a dead connection is noticed within 40 s even on a silent stream."""
 
 
+SpeculationMode = Literal["auto", "coupled", "rejection", "off"]
+"""How drafts are verified, as in the .proto file; auto leaves it to the server."""
+
+_MODES: Final = {
+    "auto": pb.SPECULATION_MODE_UNSPECIFIED,
+    "coupled": pb.SPECULATION_MODE_COUPLED,
+    "rejection": pb.SPECULATION_MODE_REJECTION,
+    "off": pb.SPECULATION_MODE_OFF,
+}
+
+
 class Sampling(TypedDict, total=False):
-    """Fields of `SamplingParams`; see there."""
+    """Fields of `SamplingParams`; see there. At most one of json_schema, regex and grammar."""
 
     temperature: float
     top_p: float
     top_k: int
     min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
     max_tokens: int
+    min_tokens: int
+    n: int
+    logprobs: int
+    prompt_logprobs: int
+    json_schema: str | Mapping[str, Any]
+    """JSON text, or what it would be parsed to."""
+    regex: str
+    grammar: str
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool
@@ -122,7 +149,8 @@ class _Details:
 
 
 class Generation:
-    """One running `Generate` call: iterate over its chunks, once.
+    """One running `Generate` call: iterate over its chunks, once. With n > 1 each chunk's `index`
+    says which sequence it belongs to.
 
     Iterating raises SelfdraftError when the call fails; after `cancel` it just ends. Leaving the
     `async with` block cancels, and so ends the generation on the server.
@@ -133,8 +161,13 @@ class Generation:
     ) -> None:
         self._call = call
         self._cancelled = False
-        self.complete: pb.GenerateComplete | None = None
-        """Why it ended and what it cost; None until the last chunk was read."""
+        self.completes: dict[int, pb.GenerateComplete] = {}
+        """By index: why a sequence ended and what it cost, once its last chunk was read."""
+
+    @property
+    def complete(self) -> pb.GenerateComplete | None:
+        """That of index 0, which is the only one unless n > 1; None until it has ended."""
+        return self.completes.get(0)
 
     async def request_id(self) -> str:
         """The request's id, once the server admitted it. Raises SelfdraftError when it did not."""
@@ -145,8 +178,17 @@ class Generation:
         return await self._raise_status()
 
     async def text(self) -> str:
-        """The whole text. Raises SelfdraftError."""
-        return "".join([chunk.text async for chunk in self])
+        """The whole text of index 0. Raises SelfdraftError."""
+        return (await self.texts())[0]
+
+    async def texts(self) -> list[str]:
+        """The whole texts, by index. Raises SelfdraftError."""
+        parts: dict[int, list[str]] = {0: []}
+        async for chunk in self:
+            parts.setdefault(chunk.index, []).append(chunk.text)
+        for index in self.completes:
+            parts.setdefault(index, [])
+        return ["".join(parts[index]) for index in sorted(parts)]
 
     def cancel(self) -> None:
         """End the generation; idempotent."""
@@ -168,7 +210,7 @@ class Generation:
         try:
             async for response in self._call:
                 if response.HasField("complete"):
-                    self.complete = response.complete
+                    self.completes[response.complete.index] = response.complete
                 else:
                     yield response.chunk
         except grpc.aio.AioRpcError as error:
@@ -235,6 +277,9 @@ class Client:
         messages: Messages | None = None,
         template_variables: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        session_id: str | None = None,
+        reuse_prefix: bool | None = None,
+        speculation: SpeculationMode = "auto",
         max_depth: int | None = None,
         timeout: float | None = None,
         metadata: Sequence[tuple[str, str]] = (),
@@ -242,10 +287,13 @@ class Client:
     ) -> Generation:
         """Starts a generation from exactly one of `text`, `token_ids` and `messages`.
 
-        `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds.
-        Nothing is raised here: errors come from the `Generation`.
+        `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds. Of what
+        the server answers nothing is raised here: errors come from the `Generation`. Raises
+        ValueError for an unknown `speculation`.
         """
-        request = pb.GenerateRequest(request_id=request_id)
+        request = pb.GenerateRequest(
+            request_id=request_id, session_id=session_id, reuse_prefix=reuse_prefix
+        )
         if text is not None:
             request.text = text
         if token_ids is not None:
@@ -253,7 +301,11 @@ class Client:
         if messages is not None:
             request.chat.CopyFrom(chat_input(messages, template_variables))
         if sampling:
-            request.sampling_params.CopyFrom(pb.SamplingParams(**sampling))
+            request.sampling_params.CopyFrom(sampling_params(**sampling))
+        if speculation not in _MODES:
+            raise ValueError(f"speculation: must be one of {', '.join(_MODES)}")
+        if speculation != "auto":
+            request.speculation.mode = _MODES[speculation]
         if max_depth is not None:
             request.speculation.max_depth = max_depth
         return self.start(request, timeout=timeout, metadata=metadata)
@@ -310,11 +362,32 @@ class Client:
         )
         return response
 
+    async def release_session(self, session_id: str, *, timeout: float | None = None) -> bool:
+        """Forgets what is kept for a session; False when nothing was. Raises SelfdraftError."""
+        request = pb.ReleaseSessionRequest(session_id=session_id)
+        response: pb.ReleaseSessionResponse = await self._unary("ReleaseSession", request, timeout)
+        return response.released
+
+    async def sessions(self, *, timeout: float | None = None) -> list[pb.Session]:
+        """Sessions for which something is kept. Raises SelfdraftError."""
+        response: pb.ListSessionsResponse = await self._unary(
+            "ListSessions", pb.ListSessionsRequest(), timeout
+        )
+        return list(response.sessions)
+
     async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise SelfdraftError.of(error) from error
+
+
+def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
+    """The message of these fields; a JSON schema may be given as what its text parses to."""
+    schema = sampling.get("json_schema")
+    if schema is not None and not isinstance(schema, str):
+        sampling["json_schema"] = json.dumps(schema)
+    return pb.SamplingParams(**sampling)  # type: ignore[arg-type]
 
 
 def chat_input(messages: Messages, variables: Mapping[str, Any] | None = None) -> pb.ChatInput:

@@ -37,7 +37,7 @@ async def _runs(model: str | None, wanted: list[Ask], compare: bool) -> dict[str
 
 
 async def _run(model: str | None, wanted: list[Ask], name: str, depth: str) -> Outcome:
-    arguments = ["--depth", depth, "--max-rows", str(len(wanted))]
+    arguments = ["--depth", depth, "--max-rows", str(len(wanted)), "--cost-table", "off"]
     arguments += ["--model", model] if model is not None else []
     failure: Exception | None = None
     try:

@@ -40,7 +40,8 @@ class Tokenizer:
         self._rule: PieceRule = rule_of(json.loads(raw.to_str())["decoder"])
         self._pieces: dict[int, Piece] = {}
         added = raw.get_added_tokens_decoder()
-        self._special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        """Tokens that are no text, e.g. the end of a turn."""
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.chat_template = chat_template
 
@@ -79,6 +80,12 @@ class Tokenizer:
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join([stream.feed(token) for token in ids] + [stream.finish()])
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What `token` adds to a text that has begun; the name of a special one. None for an id
+        that the tokenizer does not know."""
+        piece = self._any_piece(token, False)
+        return piece.encode() if isinstance(piece, str) else piece
+
     def stream(
         self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> Detokenizer:
@@ -91,7 +98,7 @@ class Tokenizer:
         return Detokenizer(piece_of, self._rule, tail)
 
     def _shown_piece(self, token: int, first: bool) -> Piece | None:
-        return None if token in self._special_ids else self._any_piece(token, first)
+        return None if token in self.special_ids else self._any_piece(token, first)
 
     def _any_piece(self, token: int, first: bool) -> Piece | None:
         if token in self._pieces and not (first and self._rule.drop_leading_marks):

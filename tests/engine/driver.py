@@ -25,6 +25,7 @@ class Driver:
         self.engine = engine
         self.results: dict[int, SoloResult] = {}
         self.pages: dict[int, list[int]] = {}
+        self.guided: set[int] = set()
         self._in_flight = in_flight
         self._flying = 0
         self._step = 0
@@ -38,7 +39,9 @@ class Driver:
     def join(
         self, row: int, prompt: Sequence[int], spec: RowSpec, pages: list[int] | None = None
     ) -> None:
-        """Prefill a row, on given pages or fresh ones."""
+        """Prefill a row, on given pages or fresh ones. Rows with a constraint decode in guided."""
+        if spec.constraint is not None:
+            self.guided.add(row)
         if pages is None:
             need = pages_needed(len(prompt) + spec.max_tokens, self.engine.info.page_size)
             pages = list(range(self._next_page, self._next_page + need))
@@ -61,16 +64,25 @@ class Driver:
         rows = [r for r in rows if even_finished or not self.results[r].ended]
         if not rows:
             return
+        plan = StepPlan(
+            step=self._step,
+            decode=self._cohort([row for row in rows if row not in self.guided], depth),
+            guided=self._cohort([row for row in rows if row in self.guided], depth),
+        )
+        self._submit(plan)
+        self._settle()
+
+    def _cohort(self, rows: list[int], depth: int) -> DecodeBatch | None:
+        if not rows:
+            return None
         width = max(len(self.pages.get(row, [])) for row in rows)
         table = [self.pages.get(row, []) for row in rows]
-        batch = DecodeBatch(
+        return DecodeBatch(
             rows=tuple(rows),
             pages=np.stack([page_array(p + [0] * (width - len(p))) for p in table]),
             depth=depth,
             limits=(depth,) * len(rows),
         )
-        self._submit(StepPlan(step=self._step, decode=batch))
-        self._settle()
 
     def release(self, row: int) -> list[int]:
         """Forget a row; returns its pages."""

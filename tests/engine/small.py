@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from engine.cache import PagePool
+from engine.choice import Noise
 from engine.cycle import DecodeCycle, Drafts
+from engine.guided import Guide
 from engine.models.qwen3_5 import Qwen35Model
 from engine.models.qwen3_5_config import Qwen35Config
 from engine.ops import lay_out_for_cpu
@@ -178,9 +180,10 @@ class OracleCycle(DecodeCycle):
         statics: RowStatics,
         table: mx.array,
         depth: int,
-        noise: mx.array | None,
+        noise: Noise | None,
+        guide: Guide | None,
     ) -> Drafts:
-        super()._draft(rows, statics, table, depth, noise)
+        super()._draft(rows, statics, table, depth, noise, guide)
         vocab = self._model.config.vocab_size
         which = mx.argmax(statics.keys[:, :1] == self.keys[None, :], axis=-1)
         ahead = rows.length[:, None] + mx.arange(1, depth + 1, dtype=mx.int32)[None, :]
@@ -188,4 +191,4 @@ class OracleCycle(DecodeCycle):
         tokens = mx.take_along_axis(self.script[which], ahead, axis=1)
         wrong = mx.array(self.rng.random(tokens.shape) < self.spoil)
         tokens = mx.where(wrong, (tokens + 1) % vocab, tokens)
-        return Drafts(tokens=tokens, q=None if noise is None else one_hot(tokens, vocab))
+        return Drafts(tokens=tokens, q=one_hot(tokens, vocab) if statics.rejects else None)

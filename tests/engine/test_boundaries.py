@@ -13,7 +13,7 @@ from engine.boundary import Boundary, BoundaryStore
 from engine.cache import PagePool, RecurrentState
 from engine.cycle import DecodeCycle
 from engine.models.qwen3_5 import Qwen35Model
-from engine.plan import RowResult, RowSpec
+from engine.plan import PrefillChunk, RowResult, RowSpec
 from engine.prefill import Prefill, PrefillRow
 from engine.runner import MLXEngine
 from engine.step import Step
@@ -193,16 +193,19 @@ def test_accepted_drafts_change_nothing_after_a_restore(model: Qwen35Model, dept
 # --- mutations -----------------------------------------------------------------------------------
 
 
+Chunked = tuple[PrefillRow, mx.array, mx.array | None]
+
+
 def _states_shared_and_mutated(patch: pytest.MonkeyPatch) -> None:
     """Another row's state comes back: the restored row writes into the boundary's own arrays."""
     chunk = Prefill.chunk
 
-    def writing(self: Prefill, row: PrefillRow, piece: object) -> tuple[PrefillRow, mx.array]:
-        after, hidden = chunk(self, row, piece)  # type: ignore[arg-type]
+    def writing(self: Prefill, row: PrefillRow, piece: PrefillChunk) -> Chunked:
+        after, hidden, records = chunk(self, row, piece)
         for old, new in zip(row.states, after.states, strict=True):
             old.memory[...] = new.memory
             old.conv[...] = new.conv
-        return after, hidden
+        return after, hidden, records
 
     patch.setattr(Prefill, "chunk", writing)
 
@@ -294,14 +297,14 @@ def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
 
     def forgetting(self: MLXEngine, step: Step, rows: tuple[RowResult, ...]) -> None:
         remember(self, step, rows)
-        self._ends.clear()
+        self._books.ends.clear()
 
     patch.setattr(MLXEngine, "_remember", forgetting)
 
 
 def _end_taken_too_late(patch: pytest.MonkeyPatch) -> None:
     """After the cycle that was under way when the row ended."""
-    patch.setattr(MLXEngine, "_end_of", lambda self, row: self._table.one(row).take([0]))
+    patch.setattr(MLXEngine, "_end_of", lambda self, row: self._books.free.one(row).take([0]))
 
 
 @pytest.mark.parametrize(

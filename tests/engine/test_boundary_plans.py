@@ -123,9 +123,9 @@ def test_a_row_may_end_in_flight_and_be_released_behind(model: Qwen35Model) -> N
     host.submit(release=(1,))
     host.collect()
     host.collect()
-    engine = host.engine
+    books = host.engine._books
     assert host.results[1].ended
-    assert (engine._ends, engine._reached, engine._faulted) == ({}, {}, set())
+    assert (books.ends, books.reached, books.faulted) == ({}, {}, set())
 
 
 def test_a_row_that_faulted_cannot_be_kept() -> None:

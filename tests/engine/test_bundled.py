@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine import cycle as cycle_module
 from engine import gate
+from engine.choice import Noise, sample
 from engine.config import EngineConfig
 from engine.gate import validate_mtp_support
 from engine.inspect import inspect_model
 from engine.load import load_engine
 from engine.models import qwen3_5
 from engine.plan import RowSpec, SamplingParams
+from engine.rows import RowStatics
 from engine.runner import MLXEngine
 from engine.solo import generate
 from engine.tiny import MODEL_DIR
@@ -163,3 +167,41 @@ def test_greedy_text_does_not_depend_on_depth_or_company(engine: MLXEngine) -> N
     ]
     together = [r.tokens for r in generate(engine, requests, depth=3)]
     assert together == [generate(engine, [request])[0].tokens for request in requests]
+
+
+def _coupled(engine: MLXEngine, depth: int) -> tuple[list[list[int]], float]:
+    """Tokens of eight coupled rows, and how many a cycle emitted."""
+    requests = [
+        (
+            [BEGINS, 310 + 37 * seed],
+            RowSpec(
+                sampling=SamplingParams(temperature=0.8, top_k=20, seed=seed, coupled=True),
+                max_tokens=18,
+            ),
+        )
+        for seed in range(8)
+    ]
+    results = generate(engine, requests, depth=depth)
+    decoded = sum(len(result.tokens) - 1 for result in results)
+    return [r.tokens for r in results], decoded / sum(r.cycles for r in results)
+
+
+def test_coupled_text_does_not_depend_on_depth_and_its_drafts_are_accepted(
+    engine: MLXEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts drawn with noise of their own would leave every token as it is and cost most of the
+    acceptance: only a number sees it."""
+    plain, _ = _coupled(engine, 0)
+    tokens, rate = _coupled(engine, 3)
+    assert tokens == plain
+    assert rate > 1.75
+
+    def own_noise(law: mx.array, statics: RowStatics, noise: Noise, *where: Any) -> mx.array:
+        assert noise.exponential is not None
+        other = Noise(uniform=None, exponential=noise.exponential[..., ::-1])
+        return sample(law, statics, other, *where)
+
+    monkeypatch.setattr(cycle_module, "sample", own_noise)
+    tokens, apart = _coupled(engine, 3)
+    assert tokens == plain
+    assert apart < 0.88 * rate

@@ -146,7 +146,7 @@ def _conv_not_rolled_back(trail: RecurrentTrail, count: mx.array) -> RecurrentSt
 
 def _memory_not_rolled_back(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
     right = delta.keep_prefix(trail, count)
-    return RecurrentState(conv=right.conv, memory=trail.last[0])
+    return RecurrentState(conv=right.conv, memory=delta.keep_all(trail).memory)
 
 
 def _one_short(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
@@ -197,14 +197,15 @@ def test_a_mask_off_by_one_is_seen(model: Qwen35Model, alone: Alone) -> None:
 def test_replay_equals_picking(model: Qwen35Model) -> None:
     """The two ways to keep a prefix agree bit for bit, for every count."""
     mixer = model.model.layers[0].linear_attn
-    x = mx.random.normal((5, 6, 64), key=mx.random.key(1))
+    x = mx.random.normal((5 * 6, 64), key=mx.random.key(1))
     state = mixer.zero_state(5, mx.float32)
-    _, warm = mixer(x, state, keep=False)
-    _, trail = mixer(x * 0.7, delta.keep_all(warm), keep=True)
+    _, warm = mixer(x, 6, state, keep=False)
+    _, trail = mixer(x * 0.7, 6, delta.keep_all(warm), keep=True)
     count = mx.array([0, 1, 3, 5, 6])
     kept = delta.keep_prefix(trail, count)
     assert mx.array_equal(kept.memory, delta.replay(trail, count))
     assert mx.array_equal(kept.memory[0], trail.before.memory[0])
+    assert trail.last is not None
     assert mx.array_equal(kept.memory[4], trail.last[0, 4])
 
 

@@ -134,7 +134,7 @@ def test_filters_run_whoever_is_there(model: Qwen35Model) -> None:
     host = new_host(model)
     host.start(1, PROMPT, greedy(TOKENS))
     host.decode(1, depth=2)
-    statics = host.engine._table._statics
+    statics = host.engine._books.free._statics
     assert statics is not None
     for shaper in (statics.target, statics.draft):
         assert isinstance(shaper, Shaper)
@@ -150,8 +150,8 @@ def test_rows_of_stand_ins_are_nobodys(model: Qwen35Model) -> None:
     host.finish(*range(1, MAX_ROWS + 1), depth=1)
     for row in range(1, MAX_ROWS + 1):
         host.release(row)
-    assert host.engine._table.rows() == set()
-    assert len(host.engine._table) == 0
+    assert host.engine._books.free.rows() == set()
+    assert len(host.engine._books.free) == 0
 
 
 def test_rows_run_one_by_one_where_places_differ(

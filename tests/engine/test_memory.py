@@ -51,7 +51,7 @@ def test_memory_is_flat_over_many_steps(model: Qwen35Model) -> None:
     assert abs(mx.get_active_memory() - before) < 100_000
     driver.engine.submit(StepPlan(step=10_000, release=(0, 1)))
     driver.engine.collect()
-    assert len(_engine(driver)._table) == 0
+    assert len(_engine(driver)._books.free) == 0
 
 
 def _engine(driver: Driver) -> MLXEngine:
@@ -135,9 +135,9 @@ def check_flat(cycles: int) -> int:
         mx.reset_peak_memory()
         if len(levels) == 1:
             turns(host, cycles)
-    assert len(host.engine._table) == 0
+    assert len(host.engine._books.free) == 0
     assert len(host.engine._boundaries) == 0
-    assert not host.engine._reached
+    assert not host.engine._books.reached
     return levels[1] - levels[0]
 
 

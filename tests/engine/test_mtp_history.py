@@ -43,7 +43,7 @@ def _rows(pool: PagePool, pages: list[int], slots: int) -> mx.array:
 
 
 def _slots_written(engine: MLXEngine) -> int:
-    arrays = engine._table._arrays
+    arrays = engine._books.free._arrays
     assert arrays is not None
     slots: list[int] = (arrays.length - arrays.pending_count).tolist()  # type: ignore[assignment]
     return slots[0]

@@ -120,7 +120,7 @@ def test_a_chunk_without_room_faults_its_row_alone(
     assert "the step needs 4.15 KiB beside 1023.51 KiB in use, the limit is 1.00 MiB" in fault
     assert host.results[2].tokens == []
     host.decode(1, 2, depth=DEPTH, even_finished=True)  # as a scheduler that did not know yet
-    assert host.engine._table.rows() == {1}
+    assert host.engine._books.free.rows() == {1}
     host.release(2)
     assert neighbour(host).same(true[1])
     memory.used = 0
@@ -207,7 +207,7 @@ def check_build_error(
         result = host.run(prefill=(chunk,), decode=batch)
     assert [row.row for row in result.rows] == [2, 1]
     assert host.results[2].fault == "building its step failed: ValueError: injected"
-    assert host.engine._table.rows() == {1}
+    assert host.engine._books.free.rows() == {1}
     host.run(release=(2,))
     assert neighbour(host).same(true[1])
 

@@ -142,7 +142,9 @@ def _no_output_gate(run: Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         qwen3_5.Attention,
         "attend",
-        lambda self, q, k, v, mask, gate: attend(self, q, k, v, mask, mx.full(gate.shape, 20.0)),
+        lambda self, q, k, v, mask, gate, rows: attend(
+            self, q, k, v, mask, mx.full(gate.shape, 20.0), rows
+        ),
     )
 
 

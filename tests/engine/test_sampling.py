@@ -252,7 +252,7 @@ def test_greedy_acceptance_is_the_point_mass_case() -> None:
     limits = mx.array(rng.integers(0, 5, 64).astype(np.int32))
     u = mx.array(rng.random((64, 5, 4)).astype(np.float32))
     q, p = sampling.one_hot(drafts, VOCAB), sampling.one_hot(best, VOCAB)
-    fast = sampling.accept_greedy(drafts, best, limits)
+    fast = sampling.accept_equal(drafts, best, limits)
     slow = sampling.accept(drafts, q, p, u, limits)
     assert mx.array_equal(fast.accepted, slow.accepted)
     assert mx.array_equal(fast.tokens, slow.tokens)

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from collections.abc import Sequence as Values
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.plan import SamplingParams, StepPlan
 from scheduler.config import SchedulerConfig
@@ -19,8 +25,9 @@ from scheduler.request import (
     FinishReason,
     GenerationRequest,
     QueueFullError,
+    Tokens,
 )
-from tests.scheduler.fake_engine import FakeEngine, expected_tokens
+from tests.scheduler.fake_engine import FakeEngine, expected_tokens, fake_logprobs
 
 TICK_S = 0.01
 """Seconds per step on the bench's clock."""
@@ -33,10 +40,9 @@ def make_request(
     max_tokens: int = 10,
     seed: int = 0,
     stop_ids: tuple[int, ...] = (),
-    depth_cap: int | None = None,
-    deadline: float | None = None,
+    **others: Any,
 ) -> GenerationRequest:
-    """A request; an int `prompt` is its length."""
+    """A request; an int `prompt` is its length, `others` are fields of `GenerationRequest`."""
     ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else tuple(prompt)
     return GenerationRequest(
         request_id=request_id,
@@ -44,8 +50,47 @@ def make_request(
         sampling=SamplingParams(seed=seed),
         max_tokens=max_tokens,
         stop_ids=stop_ids,
-        depth_cap=depth_cap,
-        deadline=deadline,
+        **others,
+    )
+
+
+class Multiples:
+    """A constraint: token ids are multiples of `step`. Checks how it is used."""
+
+    def __init__(self, step: int, vocab_size: int) -> None:
+        self.step = step
+        self.advanced: list[int] = []
+        bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+        bits[:vocab_size:step] = 1
+        self._mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        self._vocab_size = vocab_size
+
+    def __repr__(self) -> str:
+        return f"Multiples({self.step})"
+
+    def fresh(self) -> Multiples:
+        return Multiples(self.step, self._vocab_size)
+
+    def mask(self, drafted: Values[int]) -> NDArray[np.uint32] | None:
+        return None if any(token % self.step for token in drafted) else self._mask
+
+    def advance(self, tokens: Values[int]) -> None:
+        assert not any(token % self.step for token in tokens)
+        self.advanced += tokens
+
+
+def tokens_alone(request: GenerationRequest, vocab_size: int) -> list[int]:
+    """What a request gets from a default `FakeEngine` when nothing interferes."""
+    form = request.constraint
+    assert form is None or isinstance(form, Multiples)
+    return expected_tokens(
+        request.prompt_ids,
+        seed=request.sampling.seed,
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+        vocab_size=vocab_size,
+        min_tokens=request.min_tokens,
+        constraint=form and form.fresh(),
     )
 
 
@@ -67,29 +112,40 @@ class Stream:
         cap = self.request.depth_cap
         assert event.ids, "an empty burst"
         assert cap is None or event.drafted <= cap, f"drafted {event.drafted}, cap {cap}"
+        self._check_logprobs(event)
         self.tokens += event.ids
         self.unread += len(event.ids)
+
+    def _check_logprobs(self, event: Tokens) -> None:
+        asked = self.request.logprobs
+        assert event.logprobs == (None if asked is None else fake_logprobs(event.ids, asked))
+        asked, prompt = self.request.prompt_logprobs, self.request.prompt_ids[1:]
+        first = asked is not None and not self.tokens
+        assert event.prompt_logprobs == (fake_logprobs(prompt, asked or 0) if first else None)
 
     def check(self, vocab_size: int) -> None:
         """The end of a stream agrees with the request alone."""
         assert self.finished is not None, f"{self.request.request_id} never ended"
-        alone = expected_tokens(
-            self.request.prompt_ids,
-            seed=self.request.sampling.seed,
-            max_tokens=self.request.max_tokens,
-            stop_ids=self.request.stop_ids,
-            vocab_size=vocab_size,
-        )
+        alone = tokens_alone(self.request, vocab_size)
         usage = self.finished.usage
         assert self.tokens == alone[: len(self.tokens)]
         assert usage.completion_tokens == len(self.tokens)
         assert usage.prompt_tokens == len(self.request.prompt_ids)
         assert usage.accepted_tokens <= usage.draft_tokens
+        assert 0 <= usage.cached_tokens < usage.prompt_tokens
+        form = self.request.constraint
+        if isinstance(form, Multiples):
+            assert form.advanced[: len(self.tokens)] == self.tokens
         assert usage.finished_at is not None
         if self.finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert self.tokens == alone
             stopped = self.tokens[-1] in self.request.stop_ids
             assert (self.finished.reason is FinishReason.STOP) == stopped
+
+
+def decoding(plan: StepPlan) -> set[int]:
+    """Rows that decode in a step, in either cohort."""
+    return {row for batch in (plan.decode, plan.guided) if batch for row in batch.rows}
 
 
 class Bench:
@@ -136,8 +192,8 @@ class Bench:
         for stream in self.live.values():
             due = stream.request.deadline
             assert due is None or due > self.now, f"{stream.request.request_id} is past due"
-        decoding = set(plan.decode.rows) if plan.decode else set()
-        left_out = {row for row, stream in ready.items() if stream.finished is None} - decoding
+        left_out = {row for row, stream in ready.items() if stream.finished is None}
+        left_out -= decoding(plan)
         assert not left_out, f"rows {left_out} could decode and were left out"
         if not plan.is_empty:
             self.engine.submit(plan)
@@ -186,10 +242,22 @@ class Bench:
         assert self.core.is_empty, "something is left in the core"
         assert self.engine.rows == 0, "a row is left in the engine"
         statistics = self.core.statistics(self.now)
-        assert (statistics.pages_used, statistics.pages_reserved) == (0, 0)
+        kept = statistics.pages_cached
+        assert (statistics.pages_used, statistics.pages_reserved) == (kept, kept)
+        assert set(self.engine.cache.boundaries) == {e.boundary for e in self.core.keeping.cache}
         assert sum(statistics.finished.values()) == statistics.submitted == len(self.streams)
         for stream in self.streams.values():
             stream.check(self.engine.info.vocab_size)
+        self.flush()
+
+    def flush(self) -> None:
+        """Give up every prefix: nothing may be left then."""
+        self.core.keeping.cache.clear("flush")
+        self.run()
+        statistics = self.core.statistics(self.now)
+        assert (statistics.pages_used, statistics.pages_reserved) == (0, 0)
+        assert (statistics.entries, statistics.sessions) == (0, 0)
+        assert not self.engine.cache.boundaries
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -198,8 +266,9 @@ class Bench:
         ready = {}
         for request_id, stream in self.live.items():
             row = self.core._live[request_id].row
-            named = sum(bool(p.decode and row in p.decode.rows) for p in self.outstanding)
+            named = sum(row in decoding(plan) for plan in self.outstanding)
             more = len(stream.tokens) + named < stream.request.max_tokens
+            more = more and not (stream.request.constraint and named)
             if stream.tokens and more and stream.unread < self.config.stream_buffer:
                 ready[row] = stream
         return ready
@@ -214,6 +283,7 @@ class Bench:
 def small_engine(**options: int) -> FakeEngine:
     """Little of everything, so that bounds are met often."""
     defaults = {
+        "boundaries": 10,
         "vocab_size": 60,
         "context_length": 96,
         "max_rows": 6,
@@ -230,14 +300,36 @@ SMALL = SchedulerConfig(
     prefill_chunk=16,
     stream_buffer=10,
     slow_reader_timeout_s=15 * TICK_S,
+    session_ttl_s=60 * TICK_S,
+    max_sessions=4,
 )
 
 
-def random_request(rng: random.Random, number: int, now: float) -> GenerationRequest:
-    prompt = rng.randint(1, 60 if rng.random() < 0.3 else 12)
+def random_prompt(rng: random.Random, streams: Iterable[Stream]) -> list[int]:
+    """Fresh tokens; or one of a few beginnings, or what some stream has had so far (the next turn
+    of a conversation), and fresh tokens after it."""
+    fresh = [rng.randrange(60) for _ in range(rng.randint(1, 60 if rng.random() < 0.3 else 12))]
+    kind, old = rng.random(), list(streams)
+    if kind < 0.3:
+        beginning = random.Random(rng.randrange(4))
+        shared = [beginning.randrange(60) for _ in range(40)]
+        return shared[: rng.choice([7, 16, 21, 35, 40])] + fresh[:12]
+    if kind < 0.6 and old:
+        stream = rng.choice(old[-8:])
+        return [*stream.request.prompt_ids, *stream.tokens, *fresh[:6]][:60]
+    return fresh
+
+
+def random_request(
+    rng: random.Random, number: int, now: float, streams: Iterable[Stream] = ()
+) -> GenerationRequest:
     return make_request(
         f"r{number}",
-        prompt=[rng.randrange(60) for _ in range(prompt)],
+        prompt=random_prompt(rng, streams),
+        constraint=Multiples(rng.choice([2, 3]), 60) if rng.random() < 0.15 else None,
+        session_id=f"s{rng.randrange(5)}" if rng.random() < 0.3 else None,
+        logprobs=rng.choice([None, None, 0, 3]),
+        prompt_logprobs=rng.choice([None] * 9 + [2]),
         max_tokens=rng.randint(1, rng.choice([2, 12, 36, 36])),
         seed=rng.randrange(2**64),
         stop_ids=tuple(rng.randrange(60) for _ in range(rng.choice([0, 0, 2]))),
@@ -246,16 +338,45 @@ def random_request(rng: random.Random, number: int, now: float) -> GenerationReq
     )
 
 
-def fuzz(*, seed: int, requests: int, in_flight: int) -> Bench:
+def samples(rng: random.Random, request: GenerationRequest) -> list[GenerationRequest]:
+    """Some requests as groups of parallel samples."""
+    count = rng.choice([1, 1, 1, 1, 1, 2, 4])
+    if count == 1 or request.session_id:
+        return [request]
+    form = request.constraint
+    assert form is None or isinstance(form, Multiples)
+    name = request.request_id
+    return [
+        replace(
+            request,
+            request_id=f"{name}.{index}",
+            group=name,
+            constraint=form and form.fresh(),
+            sampling=SamplingParams(seed=rng.randrange(2**64)),
+        )
+        for index in range(count)
+    ]
+
+
+def fuzz(
+    *,
+    seed: int,
+    requests: int,
+    in_flight: int,
+    config: SchedulerConfig = SMALL,
+    **engine: int,
+) -> Bench:
     """Random requests, cancels, deadlines and readers; raises when a check fails."""
     rng = random.Random(seed)
-    bench = Bench(engine=small_engine(), config=SMALL, in_flight=in_flight)
+    bench = Bench(engine=small_engine(**engine), config=config, in_flight=in_flight)
     waiting = [random_request(rng, 0, 0.0)]
     made = 1
     while made < requests or waiting:
         while made < requests and len(waiting) < 3:
-            waiting.append(random_request(rng, made, bench.now))
-            made += 1
+            request = random_request(rng, made, bench.now, bench.streams.values())
+            several = samples(rng, request)[: requests - made]
+            waiting += several
+            made += len(several)
         for request in list(waiting):
             if rng.random() < 0.5:
                 try:
@@ -267,6 +388,8 @@ def fuzz(*, seed: int, requests: int, in_flight: int) -> Bench:
             bench.cancel(rng.choice(list(bench.live)))
         if bench.live and rng.random() < 0.05:
             bench.read(rng.choice(list(bench.live.values())))
+        if rng.random() < 0.03:
+            bench.core.keeping.sessions.release(f"s{rng.randrange(5)}")
         if not bench.step():
             bench.now += TICK_S
     bench.finish()

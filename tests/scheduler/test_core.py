@@ -21,7 +21,7 @@ from scheduler.request import (
     QueueFullError,
 )
 from tests.scheduler.bench import TICK_S, Bench, make_request
-from tests.scheduler.fake_engine import FakeEngine
+from tests.scheduler.fake_engine import FakeEngine, fake_logprobs
 
 
 def bench(config: SchedulerConfig | None = None, *, in_flight: int = 2, **engine: int) -> Bench:
@@ -55,6 +55,12 @@ def reason(b: Bench, request_id: str = "r") -> str | None:
         ("stop_ids", make_request(stop_ids=tuple(range(65))), "64"),
         ("depth_cap", make_request(depth_cap=-1), ">= 0"),
         ("deadline", make_request(deadline=math.nan), "number"),
+        ("min_tokens", make_request(min_tokens=-1), "0 … 10 (max_tokens)"),
+        ("min_tokens", make_request(min_tokens=11), "0 … 10 (max_tokens)"),
+        ("logprobs", make_request(logprobs=21), "0 … 20"),
+        ("logprobs", make_request(logprobs=-1), "0 … 20"),
+        ("prompt_logprobs", make_request(prompt_logprobs=21), "0 … 20"),
+        ("session_id", make_request(session_id="s", reuse_prefix=False), "reuse_prefix"),
     ],
 )
 def test_what_can_never_run_is_refused(field: str, request_: GenerationRequest, says: str) -> None:
@@ -82,7 +88,18 @@ def test_what_can_never_run_is_refused(field: str, request_: GenerationRequest, 
         {"seed": 2**64},
         {"seed": -1},
         {"draft_temperature": -1.0},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.inf},
+        {"frequency_penalty": 2.1},
+        {"frequency_penalty": math.nan},
+        {"presence_penalty": -2.1},
+        {"logit_bias": tuple((token, 1.0) for token in range(301))},
+        {"logit_bias": ((1, 1.0), (1, 2.0))},
+        {"logit_bias": ((1000, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((1, math.inf),)},
     ],
+    ids=str,
 )
 def test_sampling_out_of_range_is_refused(bad: dict[str, float]) -> None:
     sampling = SamplingParams(**bad)  # type: ignore[arg-type]
@@ -90,6 +107,35 @@ def test_sampling_out_of_range_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError) as error:
         bench().submit(request)
     assert error.value.field == f"sampling.{next(iter(bad))}"
+
+
+def test_what_is_within_its_limits_is_taken_and_passed_on() -> None:
+    sampling = SamplingParams(
+        repetition_penalty=1.3,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        logit_bias=tuple((token, -1.0) for token in range(300)),
+        coupled=True,
+    )
+    request = make_request(
+        prompt=40, stop_ids=tuple(range(60)), min_tokens=10, logprobs=20, prompt_logprobs=0
+    )
+    b = bench(SchedulerConfig(prefill_chunk=16))
+    stream = b.submit(dataclasses.replace(request, sampling=sampling))
+    b.finish()  # compares log probabilities and tokens
+    (spec,) = [c.spec for plan in b.engine.plans for c in plan.prefill if c.spec]
+    assert spec.sampling == sampling
+    assert (spec.min_tokens, spec.logprobs, spec.prompt_logprobs) == (10, 20, 0)
+    assert len(stream.tokens) == 10
+    assert not set(stream.tokens) & set(range(60))
+
+
+def test_prompt_log_probabilities_come_with_the_first_tokens() -> None:
+    """Over chunks, in the order of the prompt, once; also for a prompt of one token."""
+    b = bench(SchedulerConfig(prefill_chunk=16))
+    for size in (1, 2, 16, 17, 50):
+        b.submit(make_request(f"r{size}", prompt=size, max_tokens=4, prompt_logprobs=2))
+    b.finish()
 
 
 def test_context_length_is_exact() -> None:
@@ -494,6 +540,30 @@ def test_a_breach_costs_the_row(rows: tuple[RowResult, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("request_", "row"),
+    [
+        (make_request(logprobs=1), RowResult(row=1, tokens=(4,))),
+        (make_request(logprobs=1), RowResult(row=1, tokens=(4,), logprobs=fake_logprobs((), 1))),
+        (make_request(prompt_logprobs=1), RowResult(row=1, tokens=(4,))),
+        (
+            make_request(prompt_logprobs=1),
+            RowResult(row=1, tokens=(4,), prompt_logprobs=fake_logprobs(range(5), 1)),
+        ),
+    ],
+    ids=["none", "too few", "none of the prompt", "too many of the prompt"],
+)
+def test_missing_log_probabilities_cost_the_row(
+    request_: GenerationRequest, row: RowResult
+) -> None:
+    core = SchedulerCore(info=FakeEngine().info, config=SchedulerConfig(), max_in_flight=2)
+    core.submit(request_, 0.0)
+    core.plan(0.0)
+    ((_, event),) = core.commit(StepResult(step=0, rows=(row,)), 0.0)
+    assert event.reason is FinishReason.FAULT  # type: ignore[union-attr]
+    assert "log probabilities" in event.detail  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     "row",
     [
         RowResult(row=1, tokens=(1, 2, 3), drafted=2, accepted=2),
@@ -596,6 +666,8 @@ def test_a_snapshot_is_a_value() -> None:
         {"slow_reader_timeout_s": 0},
         {"close_timeout_s": math.nan},
         {"rate_window_s": -1},
+        {"session_ttl_s": 0},
+        {"max_sessions": 0},
         {"depth": 9},
         {"depth": "deep"},
         {"loop": "eager"},

@@ -26,7 +26,7 @@ from scheduler import (
 )
 from scheduler.config import LoopKind
 from scheduler.pages import IntegrityError
-from tests.scheduler.bench import make_request
+from tests.scheduler.bench import Multiples, make_request, tokens_alone
 from tests.scheduler.fake_engine import FakeEngine, expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -465,3 +465,39 @@ async def test_every_step_is_recorded(loop: LoopKind) -> None:
     assert sum(record.tokens for record in records) == statistics.generated_tokens == 60
     assert sum(record.accepted for record in records) == statistics.accepted
     assert all(0 <= record.host_s < 1 for record in records)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_guided_and_free_rows_stream_side_by_side(loop: LoopKind) -> None:
+    """Each gets what it gets alone, and guided rows alone do not make the loop spin."""
+    records: list[StepRecord] = []
+    engine = FakeEngine(step_s=0.001)
+    requests = [
+        make_request(
+            f"r{n}", max_tokens=30, seed=n, constraint=None if n % 2 else Multiples(2 + n, 1000)
+        )
+        for n in range(6)
+    ]
+    tokens: dict[str, list[int]] = {}
+
+    async def one(request: GenerationRequest) -> None:
+        tokens[request.request_id] = (await drink(s.submit(request)))[0]
+
+    config = SchedulerConfig(loop=loop)
+    async with Counted(engine_factory=lambda: engine, config=config, on_step=records.append) as s:
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(one, request)
+        await settled(s)
+        plans, steps = s.plans, s.statistics().steps
+        alone = make_request("alone", max_tokens=40, constraint=Multiples(2, 1000))
+        await one(alone)
+        await settled(s)
+        spun = (s.plans - plans) - 2 * (s.statistics().steps - steps)
+    assert tokens == {r.request_id: tokens_alone(r, 1000) for r in [*requests, alone]}
+    assert sum(record.guided_rows for record in records) == s.statistics().guided_row_cycles
+    assert any(record.guided_rows and record.rows for record in records)
+    assert any(record.guided_depth for record in records)
+    assert spun <= 3
+    gaps = {record.gap_s for record in records}
+    assert gaps == ({None} if loop == "plain" else {None, 0.0})

@@ -12,8 +12,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from scheduler.request import FinishReason, QueueFullError
-from tests.scheduler.bench import SMALL, TICK_S, Bench, fuzz, make_request, small_engine
+from scheduler.request import (
+    FinishReason,
+    GenerationRequest,
+    QueueFullError,
+)
+from tests.scheduler.bench import (
+    SMALL,
+    TICK_S,
+    Bench,
+    Multiples,
+    fuzz,
+    make_request,
+    small_engine,
+)
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -21,7 +33,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(engine=small_engine(), config=SMALL, in_flight=self.in_flight)
+        self.bench = Bench(
+            engine=small_engine(boundaries=5), config=SMALL, in_flight=self.in_flight
+        )
         self.count = 0
 
     @rule(
@@ -32,6 +46,10 @@ class CoreMachine(RuleBasedStateMachine):
         depth_cap=st.none() | st.integers(0, 5),
         due=st.none() | st.integers(-1, 30),
         reads=st.booleans(),
+        session=st.none() | st.sampled_from(["s", "t", "u"]),
+        form=st.none() | st.sampled_from([2, 3]),
+        follows=st.none() | st.integers(0, 20),
+        samples=st.sampled_from([1, 1, 1, 3]),
     )
     def submit(
         self,
@@ -42,23 +60,55 @@ class CoreMachine(RuleBasedStateMachine):
         depth_cap: int | None,
         due: int | None,
         reads: bool,
+        session: str | None,
+        form: int | None,
+        follows: int | None,
+        samples: int,
     ) -> None:
-        self.count += 1
-        request = make_request(
-            f"r{self.count}",
-            prompt=prompt,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop_ids=stop_ids,
-            depth_cap=depth_cap,
-            deadline=None if due is None else self.bench.now + due * TICK_S,
-        )
+        """`follows`: the prompt goes on from what an earlier stream has had so far."""
+        streams = list(self.bench.streams.values())
+        if follows is not None and streams:
+            stream = streams[-1 - follows % len(streams)]
+            prompt = [*stream.request.prompt_ids, *stream.tokens, *prompt][:56]
+        group = f"g{self.count}" if samples > 1 else None
+        for _ in range(samples):
+            self.count += 1
+            request = make_request(
+                f"r{self.count}",
+                prompt=prompt,
+                max_tokens=max_tokens,
+                seed=seed + self.count & 2**64 - 1,
+                stop_ids=stop_ids,
+                depth_cap=depth_cap,
+                deadline=None if due is None else self.bench.now + due * TICK_S,
+                session_id=session,
+                constraint=None if form is None else Multiples(form, 60),
+                group=group,
+            )
+            self._submit(request, reads)
+
+    def _submit(self, request: GenerationRequest, reads: bool) -> None:
         try:
             self.bench.submit(request).reads = reads
         except QueueFullError:
             statistics = self.bench.core.statistics(self.bench.now)
             full = statistics.queued_requests == SMALL.max_queue
-            assert full or statistics.queued_tokens + len(prompt) > SMALL.max_queued_tokens
+            size = len(request.prompt_ids)
+            assert full or statistics.queued_tokens + size > SMALL.max_queued_tokens
+
+    @rule(session=st.sampled_from(["s", "t", "u"]))
+    def release_session(self, session: str) -> None:
+        kept = {info.session_id for info in self.bench.core.sessions(self.bench.now)}
+        assert self.bench.core.release_session(session) is (session in kept)
+        self.bench.core.integrity()
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """Pressure from somewhere: any entry may go between two plans."""
+        if entries := list(self.bench.core.keeping.cache):
+            entry = entries[data.draw(st.integers(0, len(entries) - 1))]
+            self.bench.core.keeping.cache.evict(entry, "pages")
+            self.bench.core.integrity()
 
     @precondition(lambda self: self.bench.live)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.ABORTED]))
@@ -129,6 +179,8 @@ def test_a_thousand_requests_leave_nothing(in_flight: int) -> None:
     assert {"stop", "length", "cancelled", "deadline", "slow_reader"} <= seen
     assert statistics.refused["max_queue"] + statistics.refused["max_queued_tokens"] > 0
     assert statistics.pages_peak <= statistics.pages_total
+    assert min(statistics.prefix_hits, statistics.guided_cycles) > 100
+    assert {"pages", "boundaries"} <= set(statistics.evictions)
 
 
 def test_the_same_inputs_give_the_same_plans() -> None:

@@ -6,6 +6,7 @@ A mutation replaces one function of the core. `fuzz` then runs random requests w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,15 +15,20 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from engine.plan import EngineFailedError
-from scheduler import RequestHandle, Scheduler, depth
+from engine.plan import EngineFailedError, KeepRow
+from scheduler import RequestHandle, Scheduler, acceptance, costs, depth, prefix
+from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
+from scheduler.groups import Groups
+from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.prefill import PrefillPlanner
+from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
 from scheduler.request import Finished, FinishReason, Tokens
 from scheduler.sequence import Sequence
 from scheduler.thread import OwnerThread
-from tests.scheduler import test_depth, test_loop
+from tests.scheduler import test_depth, test_loop, test_prefix, test_sessions
 from tests.scheduler.bench import fuzz
 from tests.scheduler.fake_engine import PlanError
 
@@ -38,18 +44,21 @@ def mutation(function: Patch) -> Patch:
 @mutation
 def a_page_is_not_freed(patch: pytest.MonkeyPatch) -> None:
     def free(self: PagePool, owner: int) -> None:
-        self._free += self._owned.pop(owner)[1:]
-        self._promised_sum -= self._promised.pop(owner)
+        self._owned[owner] = self._owned[owner][1:]
+        free_well(self, owner)
 
+    free_well = PagePool.free
     patch.setattr(PagePool, "free", free)
 
 
 @mutation
 def a_promise_is_kept_after_the_end(patch: pytest.MonkeyPatch) -> None:
     def free(self: PagePool, owner: int) -> None:
-        self._free += self._owned.pop(owner)
-        self._promised.pop(owner)
+        promised = self._promised_sum
+        free_well(self, owner)
+        self._promised_sum = promised
 
+    free_well = PagePool.free
     patch.setattr(PagePool, "free", free)
 
 
@@ -104,12 +113,13 @@ def growth_is_not_bounded_by_max_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_cancelled_row_is_kept(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore) -> tuple[int, ...]:
+    def reap(self: SchedulerCore, now: float) -> Any:
         kept = {r: s for r, s in self._rows.items() if s.cause is FinishReason.CANCELLED}
-        self._rows = {r: s for r, s in self._rows.items() if r not in kept}
-        released = reap_well(self)
-        self._rows = dict(sorted((kept | self._rows).items()))
-        return released
+        for row in kept:
+            del self._rows[row]
+        reaped = reap_well(self, now)
+        self._rows.update(kept)
+        return reaped
 
     reap_well = SchedulerCore._reap
     patch.setattr(SchedulerCore, "_reap", reap)
@@ -128,24 +138,19 @@ def a_cancelled_row_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_finished_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore) -> tuple[int, ...]:
+    def reap(self: SchedulerCore, now: float) -> Any:
         ended = [row for row, s in self._rows.items() if s.cause is not None]
         for row in ended:
-            self._tables.give_back(self._rows.pop(row).slot)
-            self._pool.free(row)
-        return tuple(ended)
+            self._memory.free(self._rows.pop(row))
+        return (), tuple(ended)
 
     patch.setattr(SchedulerCore, "_reap", reap)
 
 
 @mutation
 def the_engine_is_not_told_to_release(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore) -> tuple[int, ...]:
-        reap_well(self)
-        return ()
-
     reap_well = SchedulerCore._reap
-    patch.setattr(SchedulerCore, "_reap", reap)
+    patch.setattr(SchedulerCore, "_reap", lambda self, now: (reap_well(self, now)[0], ()))
 
 
 @mutation
@@ -168,12 +173,12 @@ def a_table_is_not_cleared(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def row_ids_are_reused(patch: pytest.MonkeyPatch) -> None:
-    def start(self: SchedulerCore, sequence: Sequence, now: float) -> None:
+    def start(self: PrefillPlanner, *args: Any) -> None:
         self._next_row = min(set(range(1, 99)) - set(self._rows))
-        start_well(self, sequence, now)
+        start_well(self, *args)
 
-    start_well = SchedulerCore._start
-    patch.setattr(SchedulerCore, "_start", start)
+    start_well = PrefillPlanner._start
+    patch.setattr(PrefillPlanner, "_start", start)
 
 
 @mutation
@@ -191,23 +196,23 @@ def a_row_decodes_before_its_prompt_is_complete(patch: pytest.MonkeyPatch) -> No
 
 @mutation
 def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
-    def chunk(self: SchedulerCore, sequence: Sequence) -> Any:
-        made = chunk_well(self, sequence)
-        if not made.last:
+    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any) -> int:
+        size = chunk_well(self, sequence, ticket)
+        if sequence.prefilling:
             sequence.cursor -= 1
-        return made
+        return size
 
-    chunk_well = SchedulerCore._chunk
-    patch.setattr(SchedulerCore, "_chunk", chunk)
+    chunk_well = PrefillPlanner._chunk
+    patch.setattr(PrefillPlanner, "_chunk", chunk)
 
 
 @mutation
 def prefill_holds_up_decode(patch: pytest.MonkeyPatch) -> None:
-    def plan(self: SchedulerCore, cohort: list[Sequence], ticket: Any) -> Any:
-        return None if ticket.chunks else decode_well(self, cohort, ticket)
+    def plan(self: CohortPlanner, rows: Any, cohort: Any, *, alone: bool) -> Any:
+        return plan_well(self, rows, cohort, alone=alone) if alone else None
 
-    decode_well = SchedulerCore._decode
-    patch.setattr(SchedulerCore, "_decode", plan)
+    plan_well = CohortPlanner.plan
+    patch.setattr(CohortPlanner, "plan", plan)
 
 
 @mutation
@@ -259,12 +264,12 @@ def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
-    def decode(self: SchedulerCore, cohort: list[Sequence], ticket: Any) -> Any:
+    def cohorts(self: SchedulerCore) -> Any:
         paused = any(s.paused_at is not None for s in self._live.values())
-        return None if paused else decode_well(self, cohort, ticket)
+        return ([], []) if paused else cohorts_well(self)
 
-    decode_well = SchedulerCore._decode
-    patch.setattr(SchedulerCore, "_decode", decode)
+    cohorts_well = SchedulerCore._cohorts
+    patch.setattr(SchedulerCore, "_cohorts", cohorts)
 
 
 @mutation
@@ -297,6 +302,150 @@ def an_ended_request_stays_registered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerCore, "_end", end)
 
 
+# --- prefixes -------------------------------------------------------------------------------------
+
+
+@mutation
+def a_partly_filled_page_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    def start(self: RowMemory, sequence: Sequence, entry: Any) -> None:
+        start_well(self, sequence, entry)
+
+    start_well = RowMemory.start
+    patch.setattr(RowMemory, "start", start)
+
+
+@mutation
+def a_borrower_gets_the_partly_filled_page_itself(patch: pytest.MonkeyPatch) -> None:
+    def start(self: RowMemory, sequence: Sequence, entry: Any) -> Any:
+        if entry is None:
+            return start_well(self, sequence, entry)
+        pages = entry.pages.tolist()
+        worst = sequence.pages_at_worst(self._page_size)
+        self._pool.reserve(sequence.row, worst - len(pages), pages)
+        sequence.slot = self._tables.take_slot()
+        self._tables.extend(sequence.slot, pages)
+        return None
+
+    start_well = RowMemory.start
+    patch.setattr(RowMemory, "start", start)
+
+
+@mutation
+def an_entry_drops_its_pages_twice(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: PagePool, pages: Any) -> None:
+        drop_well(self, pages)
+        again = pages[self._entries[pages] > 0]
+        drop_well(self, again)
+
+    drop_well = PagePool.drop
+    patch.setattr(PagePool, "drop", drop)
+
+
+@mutation
+def an_entry_frees_pages_that_rows_hold(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: PagePool, pages: Any) -> None:
+        self._entries[pages] -= 1
+        self._free += pages[self._entries[pages] == 0].tolist()
+
+    patch.setattr(PagePool, "drop", drop)
+
+
+@mutation
+def a_row_frees_pages_that_entries_hold(patch: pytest.MonkeyPatch) -> None:
+    def free(self: PagePool, owner: int) -> None:
+        held = [page for page in self._owned[owner] if self._entries[page]]
+        free_well(self, owner)
+        self._free += [page for page in held if not self._rows[page]]
+
+    free_well = PagePool.free
+    patch.setattr(PagePool, "free", free)
+
+
+@mutation
+def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix, "_starts_with", lambda tokens, beginning: True)
+
+
+@mutation
+def a_row_is_kept_while_a_step_names_it(patch: pytest.MonkeyPatch) -> None:
+    def reap(self: SchedulerCore, now: float) -> Any:
+        keep, release = reap_well(self, now)
+        for s in self._rows.values():
+            if s.cause is not None and not s.spoiled:
+                table = self._tables.table(s.slot)
+                if entry := self.keeping.end(s, table, now):
+                    keep += (KeepRow(row=s.row, boundary=entry.boundary, pages=table),)
+        return keep, release
+
+    reap_well = SchedulerCore._reap
+    patch.setattr(SchedulerCore, "_reap", reap)
+
+
+@mutation
+def tokens_after_the_end_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+        before = len(s.output) if s.cause is not None else None
+        tokens = apply_well(self, s, row, most, now)
+        if before is not None:
+            del s.output[before:]
+        return tokens
+
+    apply_well = SchedulerCore._apply
+    patch.setattr(SchedulerCore, "_apply", apply)
+
+
+@mutation
+def a_guided_row_is_planned_while_a_step_names_it(patch: pytest.MonkeyPatch) -> None:
+    can_decode = Sequence.__dict__["can_decode"].fget
+
+    def eager(self: Sequence) -> bool:
+        tickets, self.tickets = self.tickets, 0
+        result = bool(can_decode(self))
+        self.tickets = tickets
+        return result
+
+    patch.setattr(Sequence, "can_decode", property(eager))
+
+
+@mutation
+def an_entry_in_use_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    def make_room(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
+        return room_well(self, pages, spare=None, most=most)
+
+    room_well = PrefixCache.make_room
+    patch.setattr(PrefixCache, "make_room", make_room)
+    patch.setattr(PrefixCache, "use", lambda self, entry: None)
+
+
+@mutation
+def history_that_a_row_needs_is_not_asked_for(patch: pytest.MonkeyPatch) -> None:
+    match = PrefixCache.match
+    patch.setattr(
+        PrefixCache,
+        "match",
+        lambda self, prompt, hashes, mtp: match(self, prompt, hashes, mtp=False),
+    )
+
+
+@mutation
+def the_engine_is_not_told_to_drop(patch: pytest.MonkeyPatch) -> None:
+    def planned(self: PrefixCache) -> tuple[int, ...]:
+        planned_well(self)
+        return ()
+
+    planned_well = PrefixCache.planned
+    patch.setattr(PrefixCache, "planned", planned)
+
+
+@mutation
+def what_is_shared_is_reserved_again(patch: pytest.MonkeyPatch) -> None:
+    def reserve(self: PagePool, owner: int, count: int, shared: Any = ()) -> None:
+        reserve_well(self, owner, count + len(shared), shared)
+
+    reserve_well = PagePool.reserve
+    patch.setattr(PagePool, "reserve", reserve)
+
+
 CHECKS = (IntegrityError, PlanError, EngineFailedError, AssertionError)
 
 
@@ -315,12 +464,17 @@ def test_without_a_mutation_nothing_is_seen() -> None:
 
 
 def time_of_first_calls_counts(patch: pytest.MonkeyPatch) -> None:
-    def add(self: Any, seconds: float, *, cycle: int, first_of_shape: bool) -> None:
-        self.seconds = seconds if not self.samples else 0.8 * self.seconds + 0.2 * seconds
-        self.samples += 1
-        self.last = cycle
+    def observe(self: Any, depth: int, seconds: float, *, first_noise: float = 0.0) -> bool:
+        seen = self.samples[depth]
+        before = math.exp(self.mean[depth]) if seen else seconds
+        self.mean = self.mean.copy()
+        self.mean[depth] = math.log(0.8 * before + 0.2 * seconds)
+        self.samples[depth] += 1
+        self.known[depth] = self.measured[depth] = True
+        return True
 
-    patch.setattr(depth._Cost, "add", add)
+    patch.setattr(costs.StepCosts, "observe", observe)
+    patch.setattr(costs.Costs, "_drop_firsts", lambda self: None)
 
 
 def depth_0_is_no_candidate(patch: pytest.MonkeyPatch) -> None:
@@ -333,25 +487,22 @@ def depth_0_is_no_candidate(patch: pytest.MonkeyPatch) -> None:
 
 
 def acceptance_never_fades(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth, "FADE", 1.0)
+    patch.setattr(acceptance, "FADE", 1.0)
+    patch.setattr(acceptance, "MOST_TRIALS", math.inf)
 
 
 def costs_are_never_measured_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth._Bucket, "probe", lambda *_: None)
-
-
-def probes_cost_what_they_like(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(depth, "PROBE_SHARE", 1e9)
+    patch.setattr(depth.AutoDepth, "_probe", lambda *_: None)
 
 
 def speculation_off_is_sticky(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Any, rates: dict[int, float], cycle: int) -> None:
-        if self.depth:
-            settle_well(self, rates, cycle)
+    best = depth.AutoDepth._best
 
-    settle_well = depth._Bucket.settle
-    patch.setattr(depth._Bucket, "settle", settle)
-    patch.setattr(depth._Bucket, "probe", lambda *_: None)
+    def stuck(self: Any, rates: list[float], known: Any, use: Any) -> int:
+        return 0 if use.depth == 0 else best(self, rates, known, use)
+
+    patch.setattr(depth.AutoDepth, "_best", stuck)
+    patch.setattr(depth.AutoDepth, "_probe", lambda *_: None)
 
 
 def the_loop_polls(patch: pytest.MonkeyPatch) -> None:
@@ -388,17 +539,69 @@ def run_async(test: Callable[..., Any], *args: Any) -> Callable[[], object]:
     return partial(anyio.run, test, *args)
 
 
+def a_restored_prompt_is_cut_from_where_it_starts(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: PrefillPlanner, sequence: Sequence, start: int) -> int:
+        return min(start + self._size, len(sequence.prompt))
+
+    patch.setattr(PrefillPlanner, "_cut", cut)
+
+
+def a_branch_point_is_rounded_up(patch: pytest.MonkeyPatch) -> None:
+    common = PrefixCache.common
+    patch.setattr(PrefixCache, "common", lambda self, *args: common(self, *args) + 15)
+
+
+def a_boundary_is_used_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    def add(self: PrefixCache, **entry: Any) -> Any:
+        return add_well(self, **{**entry, "ready": True})
+
+    def saves(self: PrefillPlanner, sequence: Sequence, *args: Any) -> int | None:
+        boundary = save_well(self, sequence, *args)
+        self._let_go(sequence)
+        return boundary
+
+    add_well, save_well = PrefixCache.add, PrefillPlanner._save
+    patch.setattr(PrefixCache, "add", add)
+    patch.setattr(PrefillPlanner, "_save", saves)
+
+
+def what_a_broken_row_left_is_used(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "distrust", lambda self, row, origin: None)
+
+
+def a_session_pins_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Entry, "standing", property(lambda self: Yield.LOOSE))
+
+
+def pins_never_yield(patch: pytest.MonkeyPatch) -> None:
+    make_room = PrefixCache.make_room
+
+    def stubborn(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
+        return make_room(self, pages, spare=spare, most=Yield.LOOSE)
+
+    patch.setattr(PrefixCache, "make_room", stubborn)
+
+
+def samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "waits", lambda self, sequence: False)
+
+
+def the_match_is_never_given_up(patch: pytest.MonkeyPatch) -> None:
+    make_room = PrefixCache.make_room
+
+    def faithful(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
+        return (spare is not None or not len(self)) and make_room(
+            self, pages, spare=spare, most=most
+        )
+
+    patch.setattr(PrefixCache, "make_room", faithful)
+
+
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (time_of_first_calls_counts, test_depth.test_the_first_call_of_a_shape_is_not_measured),
     (depth_0_is_no_candidate, partial(test_depth.test_speculation_that_loses_is_off, 1)),
     (acceptance_never_fades, partial(test_depth.test_follows_acceptance_down_and_up_again, 16)),
     (costs_are_never_measured_again, test_depth.test_follows_a_change_of_cost),
-    (
-        probes_cost_what_they_like,
-        partial(
-            test_depth.test_auto_is_never_much_worse_than_the_best_depth, test_depth.very_steep, 8
-        ),
-    ),
     (speculation_off_is_sticky, partial(test_depth.test_follows_acceptance_down_and_up_again, 1)),
     (the_loop_polls, run_async(test_loop.check_idle, "plain")),
     (
@@ -411,6 +614,26 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
         run_async(test_loop.test_a_dead_engine_ends_every_stream, "plain"),
     ),
     (drain_cuts_off, run_async(test_loop.test_drain_finishes_what_runs, "plain")),
+    (
+        a_restored_prompt_is_cut_from_where_it_starts,
+        partial(test_prefix.test_the_next_turn_prefills_only_what_is_new, 1),
+    ),
+    (a_branch_point_is_rounded_up, test_prefix.test_the_branch_point_is_kept_the_second_time),
+    (
+        a_boundary_is_used_before_it_is_there,
+        test_prefix.test_a_boundary_that_failed_is_used_by_nobody,
+    ),
+    (what_a_broken_row_left_is_used, test_prefix.test_a_fault_leaves_nothing),
+    (a_session_pins_nothing, test_sessions.test_a_pin_outlives_ordinary_eviction),
+    (
+        pins_never_yield,
+        test_sessions.test_pins_yield_to_a_request_that_could_not_start_otherwise,
+    ),
+    (samples_do_not_wait, partial(test_prefix.test_parallel_samples_prefill_once, 1)),
+    (
+        the_match_is_never_given_up,
+        test_prefix.test_the_whole_pool_can_be_had_although_a_match_needs_one_page_more,
+    ),
 ]
 
 

@@ -65,3 +65,36 @@ def test_tables_are_padded_and_cleared() -> None:
     assert tables.length(b) == 0
     with pytest.raises(IntegrityError):
         tables.integrity([a])
+
+
+def test_a_page_is_free_when_nobody_holds_it() -> None:
+    pool = PagePool(pages=10)
+    pool.reserve(1, 4)
+    owned = np.array(pool.allocate(1, 3), dtype=np.int32)
+    pool.hold(owned[:2])
+    pool.hold(owned[:1])
+    assert (pool.used, pool.cached, pool.reserved) == (3, 0, 4)
+    pool.reserve(2, 5, owned[:2].tolist())
+    assert (pool.used, pool.reserved) == (3, 9), "what is shared is not reserved"
+    pool.free(1)
+    assert (pool.used, pool.cached) == (2, 0)
+    pool.drop(owned[:2])
+    assert (pool.used, pool.cached) == (2, 0), "row 2 has them"
+    pool.integrity([2], [owned[:1]])
+    pool.free(2)
+    assert (pool.used, pool.cached) == (1, 1)
+    assert (pool.sole(owned[:1]), pool.idle(owned[:1]).tolist()) == (1, [owned[0]])
+    pool.drop(owned[:1])
+    assert pool.used == 0
+    pool.integrity([])
+    with pytest.raises(IntegrityError, match="no entry holds"):
+        pool.drop(owned[:1])
+
+
+@pytest.mark.parametrize("entries", [[], [[1], [1]], [[2]]], ids=["none", "twice", "another"])
+def test_holders_that_do_not_add_up_are_seen(entries: list[list[int]]) -> None:
+    pool = PagePool(pages=3)
+    pool.reserve(1, 2)
+    pool.hold(np.array(pool.allocate(1, 1), dtype=np.int32))
+    with pytest.raises(IntegrityError, match="entries"):
+        pool.integrity([1], [np.array(pages, dtype=np.int32) for pages in entries])

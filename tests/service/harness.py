@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from selfdraft import Client
 
 from engine.config import EngineConfig
-from engine.plan import Engine
+from engine.plan import Engine, RowSpec
 from scheduler.config import SchedulerConfig
 from scheduler.request import FinishReason
 from scheduler.statistics import Statistics
@@ -25,7 +25,7 @@ from service.config import RequestLimits, ServerConfig, ServiceConfig
 from service.logs import make_logger
 from service.server import Server
 from service.text.tokenizer import Tokenizer
-from tests.scheduler.fake_engine import FakeEngine
+from tests.scheduler.fake_engine import FakeEngine, fake_logprobs
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VOCAB = 401
@@ -49,6 +49,18 @@ def saying(text: str, *, then_eos: bool = False) -> Callable[[tuple[int, ...], i
     return token
 
 
+pretend_logprobs = fake_logprobs
+
+
+class ObedientEngine(FakeEngine):
+    """A FakeEngine that also obeys constraints and min_tokens, and reports log probabilities."""
+
+    def specs(self) -> list[RowSpec]:
+        """What rows were begun with, oldest first."""
+        chunks = [chunk for plan in self.plans for chunk in plan.prefill]
+        return [chunk.spec for chunk in chunks if chunk.spec is not None]
+
+
 @dataclass
 class Running:
     """A server under test."""
@@ -56,7 +68,7 @@ class Running:
     server: Server
     client: Client
     log: io.StringIO
-    engines: list[FakeEngine]
+    engines: list[ObedientEngine]
     codes: list[int] = field(default_factory=list)
     """Exit code, once it stopped."""
     defects_expected: bool = False
@@ -145,10 +157,10 @@ async def running(
     **fake: Any,
 ) -> AsyncIterator[Running]:
     """A server for the length of the block; `fake` are options of its FakeEngine."""
-    engines: list[FakeEngine] = []
+    engines: list[ObedientEngine] = []
 
     def build() -> Engine:
-        engines.append(FakeEngine(**({"vocab_size": VOCAB} | fake)))
+        engines.append(ObedientEngine(**({"vocab_size": VOCAB} | fake)))
         return engines[-1]
 
     config = config or service_config()

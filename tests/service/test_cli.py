@@ -91,6 +91,28 @@ def test_the_memory_plan_is_logged_at_load(served: Served) -> None:
     assert plan["weights"]["size"].endswith("iB")
 
 
+def test_options_reach_the_server(served: Served, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "thing"}')
+    wrong = run(
+        *("generate", "x", "--target", served.grpc, "--json-schema", str(schema), "--n", "2"),
+        *("--session-id", "s", "--logprobs", "21", "--frequency-penalty", "3"),
+        *("--presence-penalty", "-3", "--repetition-penalty", "0", "--speculation", "off"),
+        *("--depth", "2"),
+    )
+    assert wrong.returncode == 1
+    for said in (
+        "sampling_params.json_schema: Invalid type: thing",
+        "sampling_params.n: must be absent or 1 with session_id",
+        "sampling_params.logprobs: must be in 0 … 20, is 21",
+        "sampling_params.frequency_penalty: must be in [-2, 2], is 3",
+        "sampling_params.presence_penalty: must be in [-2, 2], is -3",
+        "sampling_params.repetition_penalty: must be in (0, 10], is 0",
+        "speculation.max_depth: must be absent or 0 when mode is off",
+    ):
+        assert said in wrong.stderr
+
+
 def test_serve_generate_measure_drain(served: Served) -> None:
     greedy = ("--temperature", "0", "--max-tokens", "30")
     first = run("generate", "def add", "--target", served.grpc, *greedy)
@@ -134,6 +156,18 @@ def test_generate_in_this_process(model: Path) -> None:
     assert len(done.stdout) > 1
     assert "12 tokens in" in done.stderr
     assert "seed 3" in done.stderr
+
+
+def test_generate_several_texts(model: Path) -> None:
+    done = run(
+        *("generate", "def add", "--model", str(model), "--max-tokens", "5", "--n", "2"),
+        *("--seed", "9", "--speculation", "rejection", "--repetition-penalty", "1.0"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("--- 0\n")
+    assert "\n--- 1\n" in done.stdout
+    assert done.stderr.count("5 tokens in") == 2
+    assert "seed 9 (rejection)" in done.stderr
 
 
 def test_inspect_tells_whether_a_model_can_run(model: Path, tmp_path: Path) -> None:
@@ -185,6 +219,17 @@ def test_a_demo_shows_progress_on_a_terminal(model: Path) -> None:
         (("serve", "--log-format", "xml"), 2, "--log-format: must be one of json, pretty"),
         (("generate", "x", "--target", "127.0.0.1:1"), 1, "UNAVAILABLE"),
         (("generate", "x", "--target", "t", "--model", "m"), 2, "the server at --target decides"),
+        (("generate", "x", "--json-schema", "/no/such/file"), 2, "--json-schema: cannot read"),
+        (
+            ("generate", "x", "--regex", "a", "--grammar", "/no/such/file"),
+            2,
+            "--regex and --grammar: a text has one form",
+        ),
+        (
+            ("generate", "x", "--speculation", "maybe"),
+            2,
+            "--speculation: must be one of auto, coupled, rejection, off, not 'maybe'",
+        ),
         (("inspect", "/no/such/folder"), 1, "is no directory"),
         (("demo", "--model", "/no/such/folder"), 1, "is no directory"),
     ],

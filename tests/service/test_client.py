@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import anyio
 import grpc
 import pytest
 from selfdraft import Client, SelfdraftError
+from selfdraft.client import Sampling, chat_input, sampling_params
+from selfdraft.v1 import selfdraft_pb2 as pb
 
-from tests.service.harness import running
+from tests.service.harness import EOS, running
 
 pytestmark = pytest.mark.anyio
 
@@ -71,10 +74,38 @@ async def test_no_server_is_an_error_without_a_reason() -> None:
             assert caught.value.retry_after_s is None
 
 
-async def test_a_message_may_be_built_by_hand() -> None:
-    from selfdraft.client import chat_input
-    from selfdraft.v1 import selfdraft_pb2 as pb
+def test_parameters_become_fields() -> None:
+    schema = {"type": "object", "title": "é"}
+    params = sampling_params(
+        json_schema=schema, logit_bias={3: -1.5}, n=2, logprobs=0, repetition_penalty=1.25
+    )
+    assert json.loads(params.json_schema) == schema
+    assert dict(params.logit_bias) == {3: -1.5}
+    assert (params.n, params.HasField("logprobs"), params.repetition_penalty) == (2, True, 1.25)
+    assert sampling_params(json_schema='{"a": 1}').json_schema == '{"a": 1}'
+    # Every parameter there is can be given by name, and has its documentation in one place.
+    fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert fields - Sampling.__annotations__.keys() == {
+        "spaces_between_special_tokens",
+        "structural_tag",
+    }
+    assert Sampling.__annotations__.keys() <= fields
 
+
+async def test_an_unknown_mode_is_told_before_anything_is_sent() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="speculation: must be one of auto, coupled"):
+            client.generate(text="x", speculation="sometimes")  # type: ignore[arg-type]
+
+
+async def test_texts_by_index_also_where_one_is_empty() -> None:
+    async with running(token=lambda prompt, index: EOS) as up:
+        generation = up.client.generate(text="x", n=3)
+        assert await generation.texts() == ["", "", ""]
+        assert sorted(generation.completes) == [0, 1, 2]
+
+
+async def test_a_message_may_be_built_by_hand() -> None:
     async with running() as up:
         request = pb.GenerateRequest(chat=chat_input([("user", "x")], {"depth": {"of": [1, 2]}}))
         request.sampling_params.max_tokens = 3

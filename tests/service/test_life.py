@@ -75,6 +75,8 @@ async def test_not_serving_until_the_model_is_loaded() -> None:
             up.client.generate(text="x").text(),
             up.client.tokenize(text="x"),
             up.client.model_info(),
+            up.client.sessions(),
+            up.client.release_session("x"),
         ):
             with pytest.raises(SelfdraftError) as caught:
                 await call
@@ -121,7 +123,10 @@ async def test_reflection_lists_and_describes_the_service() -> None:
             described.file_descriptor_response.file_descriptor_proto[0]
         )
         methods = {method.name for method in file.service[0].method}
-        assert methods == {"Generate", "Abort", "Tokenize", "Detokenize", "GetModelInfo"}
+        assert methods == {
+            *("Generate", "Abort", "Tokenize", "Detokenize", "GetModelInfo"),
+            *("ReleaseSession", "ListSessions"),
+        }
 
 
 async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:

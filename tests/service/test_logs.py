@@ -45,6 +45,8 @@ async def test_the_line_has_every_number_and_no_text() -> None:
             "top_k": 7,
             "min_p": 0.0,
             "seed": 11,
+            "n": 1,
+            "speculation": "coupled",
             "depth_cap": 2,
             "prompt_tokens": done.prompt_tokens,
             "cached_tokens": 0,
@@ -64,6 +66,33 @@ async def test_the_line_has_every_number_and_no_text() -> None:
         assert {key: line[key] for key in expected} == expected
         assert line["peer"].startswith("ipv4:127.0.0.1")
         assert "secret" not in up.log.getvalue()
+
+
+async def test_rare_options_are_in_the_line_when_they_were_given() -> None:
+    async with running() as up:
+        await up.client.generate(
+            text="x",
+            max_tokens=9,
+            min_tokens=2,
+            repetition_penalty=1.5,
+            frequency_penalty=-0.5,
+            presence_penalty=0.25,
+            logit_bias={3: 1.0, 4: -1.0},
+            logprobs=0,
+        ).text()
+        await up.client.generate(text="x", max_tokens=9, presence_penalty=0.0).text()
+        await up.idle()
+        given, bare = up.log_lines()
+        rare = {
+            "min_tokens": 2,
+            "repetition_penalty": 1.5,
+            "frequency_penalty": -0.5,
+            "presence_penalty": 0.25,
+            "logit_bias_tokens": 2,
+            "logprobs": 0,
+        }
+        assert {key: given[key] for key in rare} == rare
+        assert not (rare.keys() | {"constraint", "session_id"}) & bare.keys()
 
 
 async def test_a_refused_request_is_logged_without_its_id_when_that_is_absurd() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -12,7 +13,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from selfdraft import SelfdraftError
 from selfdraft.v1 import selfdraft_pb2 as pb
 
-from engine.plan import Engine
+from engine.plan import Engine, StepPlan, StepResult
+from scheduler.loop import StepRecord
 from scheduler.request import Tokens
 from service.metrics import AcceptanceWindow, Metrics
 from tests.scheduler.fake_engine import FakeEngine
@@ -189,6 +191,82 @@ def test_a_burst_counts_once_per_token() -> None:
     assert value(f"{name}_bucket", {"le": "0.2"}) == 1
     assert value(f"{name}_bucket", {"le": "0.3"}) == 4  # three at 0.3, not one at 0.9
     assert value("selfdraft_time_to_first_token_seconds_sum") == pytest.approx(0.6)
+
+
+def test_gaps_count_where_there_are_any() -> None:
+    metrics = Metrics(lambda: None, version="0")
+    for gap in (0.0003, None, 0.02, 0.0):
+        result = StepResult(step=0, gap_s=gap)
+        metrics.step(StepRecord.of(StepPlan(step=0), result, host_s=9.0))
+    value = metrics.registry.get_sample_value
+    assert value("selfdraft_host_gap_seconds_count") == 3
+    assert value("selfdraft_host_gap_seconds_sum") == pytest.approx(0.0203)
+
+
+async def test_the_scheduler_tells_of_every_step() -> None:
+    """An engine that reports gaps is heard of through the real loop."""
+
+    class Gapped(FakeEngine):
+        def collect(self) -> StepResult:
+            return replace(super().collect(), gap_s=0.004)
+
+    async with running(engine=lambda: Gapped(vocab_size=VOCAB), metrics=True) as up:
+        await up.client.generate(text="x", max_tokens=30, ignore_eos=True).text()
+        now = await up.metrics()
+        steps = now["selfdraft_steps_total"]
+        assert steps > 5
+        assert steps - 2 <= now["selfdraft_host_gap_seconds_count"] <= steps
+        assert now["selfdraft_host_gap_seconds_sum"] == pytest.approx(
+            0.004 * now["selfdraft_host_gap_seconds_count"]
+        )
+
+
+async def test_what_is_reused_is_read_from_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(metrics=True) as up:
+        before = await up.metrics()
+        assert before['selfdraft_prefix_evictions_total{cause="pages"}'] == 0
+        statistics = replace(
+            up.statistics,
+            prefix_lookups=7,
+            prefix_hits=5,
+            cached_tokens=320,
+            sessions=2,
+            boundaries_used=3,
+            pages_cached=6,
+            boundaries_total=9,
+            evictions={"pages": 4, "import": 1},
+            sessions_ended={"ttl": 2},
+        )
+        monkeypatch.setattr(up.server.metrics._collector, "_take_statistics", lambda: statistics)
+        now = await up.metrics()
+        names = {
+            "selfdraft_prefix_lookups_total": 7,
+            "selfdraft_prefix_hits_total": 5,
+            "selfdraft_prefix_cached_tokens_total": 320,
+            "selfdraft_sessions": 2,
+            "selfdraft_boundaries_used": 3,
+            "selfdraft_boundaries": 9,
+            'selfdraft_prefix_evictions_total{cause="pages"}': 4,
+            'selfdraft_prefix_evictions_total{cause="import"}': 1,
+            'selfdraft_prefix_evictions_total{cause="flush"}': 0,
+            'selfdraft_sessions_ended_total{cause="ttl"}': 2,
+            'selfdraft_sessions_ended_total{cause="pages"}': 0,
+            "selfdraft_kv_pages_cached": 6,
+        }
+        assert {name: now[name] for name in names} == names
+
+
+async def test_requests_by_mode() -> None:
+    async with running(metrics=True) as up:
+        await up.client.generate(text="x", max_tokens=2).text()
+        await up.client.generate(text="x", max_tokens=2, seed=1).text()
+        await up.client.generate(text="x", max_tokens=2, max_depth=0).text()
+        await up.client.generate(text="x", max_tokens=2, speculation="coupled").text()
+        with pytest.raises(SelfdraftError):
+            await up.client.generate(text="x", max_tokens=0, seed=1).text()
+        now = await up.metrics()
+        name = 'selfdraft_spec_decode_requests_total{mode="%s"}'
+        assert [now[name % mode] for mode in ("rejection", "coupled", "off")] == [1, 2, 1]
 
 
 def test_acceptance_window_forgets() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from selfdraft import SelfdraftError, Violation
 from selfdraft.v1 import selfdraft_pb2 as pb
 
+from service.validation import Violations
 from tests.service.harness import VOCAB, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -94,43 +98,138 @@ WRONG: dict[str, tuple[Change, str, str]] = {
         "sampling_params.stop_token_ids[1]",
         "vocab_size",
     ),
-    "frequency": (_sampling(frequency_penalty=0.5), "sampling_params.frequency_penalty", "not sup"),
-    "presence": (_sampling(presence_penalty=-1.0), "sampling_params.presence_penalty", "not sup"),
-    "repetition": (
-        _sampling(repetition_penalty=1.1),
-        "sampling_params.repetition_penalty",
-        "not supported yet: must be absent or 1",
+    "frequency > 2": (
+        _sampling(frequency_penalty=2.5),
+        "sampling_params.frequency_penalty",
+        "must be in [-2, 2], is 2.5",
+    ),
+    "frequency nan": (
+        _sampling(frequency_penalty=math.nan),
+        "sampling_params.frequency_penalty",
+        "must be in [-2, 2], is nan",
+    ),
+    "presence < -2": (
+        _sampling(presence_penalty=-2.5),
+        "sampling_params.presence_penalty",
+        "must be in [-2, 2], is -2.5",
     ),
     "repetition 0": (
         _sampling(repetition_penalty=0.0),
         "sampling_params.repetition_penalty",
-        "not supported yet",
+        "must be in (0, 10], is 0",
     ),
-    "min_tokens": (_sampling(min_tokens=1), "sampling_params.min_tokens", "not supported yet"),
-    "n": (_sampling(n=2), "sampling_params.n", "not supported yet"),
+    "repetition 11": (
+        _sampling(repetition_penalty=11.0),
+        "sampling_params.repetition_penalty",
+        "must be in (0, 10], is 11",
+    ),
+    "repetition nan": (
+        _sampling(repetition_penalty=math.nan),
+        "sampling_params.repetition_penalty",
+        "(0, 10]",
+    ),
+    "min_tokens": (
+        _sampling(min_tokens=3),
+        "sampling_params.min_tokens",
+        "must be at most max_tokens 2, is 3",
+    ),
+    "min_tokens without max_tokens": (
+        lambda r: r.sampling_params.CopyFrom(pb.SamplingParams(min_tokens=5000)),
+        "sampling_params.min_tokens",
+        "the default of max_tokens here, is 5000",
+    ),
+    "n 0": (_sampling(n=0), "sampling_params.n", "must be in 1 … 16, is 0"),
+    "n 17": (_sampling(n=17), "sampling_params.n", "must be in 1 … 16, is 17"),
     "spaces": (
         _sampling(spaces_between_special_tokens=False),
         "sampling_params.spaces_between_special_tokens",
         "must be absent or true",
     ),
-    "logprobs": (_sampling(logprobs=0), "sampling_params.logprobs", "must be absent"),
-    "prompt_logprobs": (_sampling(prompt_logprobs=1), "sampling_params.prompt_logprobs", "absent"),
-    "logit_bias": (_sampling(logit_bias={1: 0.0}), "sampling_params.logit_bias", "must be empty"),
-    "json_schema": (_sampling(json_schema="{}"), "sampling_params.json_schema", "not supported"),
-    "regex": (_sampling(regex=""), "sampling_params.regex", "not supported yet"),
-    "grammar": (_sampling(grammar="x"), "sampling_params.grammar", "not supported yet"),
-    "structural": (_sampling(structural_tag="x"), "sampling_params.structural_tag", "not supp"),
-    "depth 9": (_speculation(max_depth=9), "speculation.max_depth", "0 … 8"),
-    "coupled": (
-        _speculation(mode=pb.SPECULATION_MODE_COUPLED),
-        "speculation.mode",
-        "not supported yet",
+    "logprobs": (_sampling(logprobs=21), "sampling_params.logprobs", "must be in 0 … 20, is 21"),
+    "prompt_logprobs": (
+        _sampling(prompt_logprobs=2**32 - 1),
+        "sampling_params.prompt_logprobs",
+        "must be in 0 … 20, is 4294967295",
     ),
+    "logit_bias id": (
+        _sampling(logit_bias={VOCAB: 1.0}),
+        f"sampling_params.logit_bias[{VOCAB}]",
+        f"0 … {VOCAB - 1} (vocab_size)",
+    ),
+    "logit_bias value": (
+        _sampling(logit_bias={7: 100.5}),
+        "sampling_params.logit_bias[7]",
+        "must be in [-100, 100], is 100.5",
+    ),
+    "logit_bias inf": (
+        _sampling(logit_bias={7: -math.inf}),
+        "sampling_params.logit_bias[7]",
+        "must be in [-100, 100], is -inf",
+    ),
+    "logit_bias nan": (
+        _sampling(logit_bias={7: math.nan}),
+        "sampling_params.logit_bias[7]",
+        "must be in [-100, 100], is nan",
+    ),
+    "301 biases": (
+        _sampling(logit_bias=dict.fromkeys(range(301), 0.5)),
+        "sampling_params.logit_bias",
+        "at most 300 entries, are 301",
+    ),
+    "json_schema": (
+        _sampling(json_schema='{"type": "thing"}'),
+        "sampling_params.json_schema",
+        "Invalid type: thing",
+    ),
+    "json_schema text": (_sampling(json_schema=""), "sampling_params.json_schema", "is not JSON"),
+    "regex": (_sampling(regex="(a"), "sampling_params.regex", "unclosed group"),
+    "grammar": (_sampling(grammar="x"), "sampling_params.grammar", "Expected token ':'"),
+    "long grammar": (
+        _sampling(grammar="x" * 131_073),
+        "sampling_params.grammar",
+        "at most 131072 characters, is 131073",
+    ),
+    "structural": (_sampling(structural_tag="x"), "sampling_params.structural_tag", "not supp"),
+    "form without an end": (
+        _sampling(regex="a", ignore_eos=True),
+        "sampling_params.ignore_eos",
+        "must be absent or false with regex",
+    ),
+    "form with a least length": (
+        _sampling(json_schema="{}", min_tokens=1),
+        "sampling_params.min_tokens",
+        "must be absent or 0 with json_schema",
+    ),
+    "session id": (
+        lambda r: setattr(r, "session_id", "a\nb"),
+        "session_id",
+        "1 … 128 printable ASCII characters without spaces",
+    ),
+    "empty session id": (lambda r: setattr(r, "session_id", ""), "session_id", "1 … 128"),
+    "long session id": (lambda r: setattr(r, "session_id", "x" * 129), "session_id", "1 … 128"),
+    "session without prefix": (
+        lambda r: r.MergeFrom(pb.GenerateRequest(session_id="s", reuse_prefix=False)),
+        "reuse_prefix",
+        "must be absent or true with session_id",
+    ),
+    "session of several": (
+        lambda r: r.MergeFrom(
+            pb.GenerateRequest(session_id="s", sampling_params=pb.SamplingParams(n=2))
+        ),
+        "sampling_params.n",
+        "must be absent or 1 with session_id",
+    ),
+    "depth 9": (_speculation(max_depth=9), "speculation.max_depth", "0 … 8"),
     "unknown mode": (_speculation(mode=99), "speculation.mode", "99 is not a mode"),
     "off with depth": (
         _speculation(mode=pb.SPECULATION_MODE_OFF, max_depth=2),
         "speculation.max_depth",
         "mode is off",
+    ),
+    "coupled without depth": (
+        _speculation(mode=pb.SPECULATION_MODE_COUPLED, max_depth=0),
+        "speculation.max_depth",
+        "mode is coupled",
     ),
     "on without depth": (
         _speculation(mode=pb.SPECULATION_MODE_REJECTION, max_depth=0),
@@ -155,6 +254,7 @@ NEUTRAL = pb.SamplingParams(
     n=1,
     include_stop_str_in_output=False,
     seed=2**64 - 1,
+    logit_bias={5: 0.0},
 )
 
 
@@ -190,7 +290,7 @@ async def test_each_violation_names_its_field_and_limit() -> None:
 async def test_all_violations_come_at_once() -> None:
     async with running() as up:
         request = sound()
-        for name in ("empty text", "top_p 0", "n", "depth 9", "empty request id", "logprobs"):
+        for name in ("empty text", "top_p 0", "n 17", "depth 9", "empty request id", "logprobs"):
             WRONG[name][0](request)
         error = await refused(up, request)
         assert {v.field for v in error.violations} == {
@@ -202,6 +302,178 @@ async def test_all_violations_come_at_once() -> None:
             "sampling_params.logprobs",
         }
         assert "and 5 more" in error.message
+
+
+async def check_values(up: Running, values: Mapping[str, tuple[Any, bool]]) -> None:
+    """The fields whose value is no good, all of them and no others, are named. Raises
+    AssertionError."""
+    request = pb.GenerateRequest(text="x")
+    request.sampling_params.max_tokens = 5
+    for name, (value, _) in values.items():
+        target: Any = request.sampling_params
+        *path, field = name.split(".")
+        for part in path:
+            target = getattr(request, part)
+        if field == "logit_bias":
+            target.logit_bias.update(value)
+        elif field in ("session_id", "request_id"):
+            setattr(request, field, value)
+        else:
+            setattr(target, field, value)
+    wrong = {name for name, (_, good) in values.items() if not good}
+    if not wrong:
+        await up.client.start(request).text()
+        return
+    named = [violation.field for violation in (await refused(up, request)).violations]
+    prefixed = {n if n in TOP or "." in n else f"sampling_params.{n}" for n in wrong}
+    assert {re.sub(r"\[.*", "", field) for field in named} == prefixed
+
+
+TOP = ("session_id", "request_id")
+FLOATS = st.floats(width=32)
+
+
+def _values(strategy: st.SearchStrategy[Any], good: Callable[[Any], bool]) -> Any:
+    return strategy.map(lambda value: (value, good(value)))
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": _values(FLOATS, lambda x: 0 <= x < math.inf),
+        "top_p": _values(FLOATS, lambda x: 0 < x <= 1),
+        "top_k": _values(st.integers(-5, 5), lambda k: k >= -1),
+        "min_p": _values(FLOATS, lambda x: 0 <= x < 1),
+        "frequency_penalty": _values(FLOATS, lambda x: -2 <= x <= 2),
+        "presence_penalty": _values(FLOATS, lambda x: -2 <= x <= 2),
+        "repetition_penalty": _values(FLOATS, lambda x: 0 < x <= 10),
+        "min_tokens": _values(st.integers(0, 8), lambda n: n <= 5),
+        "n": _values(st.integers(0, 20), lambda n: 1 <= n <= 16),
+        "logprobs": _values(st.integers(0, 40), lambda n: n <= 20),
+        "prompt_logprobs": _values(st.integers(0, 40), lambda n: n <= 20),
+        "logit_bias": _values(
+            st.dictionaries(st.integers(0, 2 * VOCAB), FLOATS, max_size=3),
+            lambda bias: all(t < VOCAB and -100 <= x <= 100 for t, x in bias.items()),
+        ),
+        "speculation.max_depth": _values(st.integers(0, 20), lambda k: k <= 8),
+        "request_id": _values(
+            st.text(st.characters(codec="utf-8"), max_size=3),
+            lambda s: bool(s) and all("!" <= c <= "~" for c in s),
+        ),
+    },
+)
+
+
+async def test_any_combination_of_values_reports_all_that_are_wrong() -> None:
+    async with running() as up:
+        examples: list[dict[str, tuple[Any, bool]]] = []
+
+        @settings(max_examples=120, database=None, derandomize=True)
+        @given(VALUES)
+        def draw(values: dict[str, tuple[Any, bool]]) -> None:
+            examples.append(values)
+
+        draw()
+        for values in examples:
+            await check_values(up, values)
+        bad = [sum(not good for _, good in values.values()) for values in examples]
+        assert max(bad) >= 6
+        assert min(bad) == 0
+
+
+async def test_a_violation_that_hides_another_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutation: validation that stops at the first fault."""
+    call = Violations.__call__
+
+    def first_only(self: Violations, field: str, description: str) -> None:
+        if not self.found:
+            call(self, field, description)
+
+    monkeypatch.setattr(Violations, "__call__", first_only)
+    async with running() as up:
+        await check_values(up, {"top_p": (2.0, False)})
+        with pytest.raises(AssertionError):
+            await check_values(up, {"top_p": (2.0, False), "n": (0, False)})
+
+
+ACCEPTED: dict[str, tuple[Change, dict[str, Any]]] = {
+    "frequency": (_sampling(frequency_penalty=-2.0), {"frequency_penalty": -2.0}),
+    "presence": (_sampling(presence_penalty=2.0), {"presence_penalty": 2.0}),
+    "repetition": (_sampling(repetition_penalty=10.0), {"repetition_penalty": 10.0}),
+    "bias": (
+        _sampling(logit_bias={VOCAB - 1: -100.0, 3: 100.0, 9: 0.0}),
+        {"logit_bias": ((3, 100.0), (VOCAB - 1, -100.0))},
+    ),
+    "seed": (_sampling(seed=7), {"seed": 7, "coupled": True}),
+    "no seed": (lambda r: None, {"coupled": False}),
+}
+
+
+async def test_values_at_their_limits_reach_the_engine() -> None:
+    async with running() as up:
+        for name, (change, expected) in ACCEPTED.items():
+            request = sound()
+            change(request)
+            await up.client.start(request).text()
+            sampling = up.engines[0].specs()[-1].sampling
+            assert {key: getattr(sampling, key) for key in expected} == expected, name
+
+
+async def test_row_options_reach_the_engine() -> None:
+    async with running() as up:
+        generation = up.client.generate(
+            text="def add", max_tokens=9, min_tokens=9, logprobs=20, prompt_logprobs=0
+        )
+        await generation.text()
+        spec = up.engines[0].specs()[-1]
+        assert (spec.min_tokens, spec.max_tokens) == (9, 9)
+        assert (spec.logprobs, spec.prompt_logprobs) == (20, 0)
+        assert spec.constraint is None
+        await up.client.generate(text="x", max_tokens=9, regex="[ab]{2}").text()
+        assert up.engines[0].specs()[-1].constraint is not None
+
+
+Seed = int | None
+MODES: list[tuple[str, int | None, Seed, str, bool, bool]] = [
+    # asked mode, max_depth, seed, mode used, coupled noise, drafts
+    ("auto", None, None, "REJECTION", False, True),
+    ("auto", None, 5, "COUPLED", True, True),
+    ("auto", 0, None, "OFF", True, False),
+    ("auto", 0, 5, "OFF", True, False),
+    ("auto", 2, 5, "COUPLED", True, True),
+    ("off", None, None, "OFF", True, False),
+    ("off", None, 5, "OFF", True, False),
+    ("coupled", None, None, "COUPLED", True, True),
+    ("coupled", None, 5, "COUPLED", True, True),
+    ("rejection", None, 5, "REJECTION", False, True),
+    ("rejection", None, None, "REJECTION", False, True),
+]
+
+
+async def test_speculation_modes() -> None:
+    async with running() as up:
+        for mode, depth, seed, used, coupled, drafts in MODES:
+            options: dict[str, Any] = {} if seed is None else {"seed": seed}
+            generation = up.client.generate(
+                text="x",
+                speculation=mode,  # type: ignore[arg-type]
+                max_depth=depth,
+                max_tokens=30,
+                ignore_eos=True,
+                **options,
+            )
+            await generation.text()
+            done = generation.complete
+            assert done is not None
+            case = (mode, depth, seed)
+            assert pb.SpeculationMode.Name(done.speculation_mode).endswith(used), case
+            assert (done.spec_draft_tokens > 0) is drafts, case
+            sampling = up.engines[0].specs()[-1].sampling
+            assert sampling.coupled is coupled, case
+            assert sampling.seed == done.seed, case
+            assert seed is None or done.seed == seed, case
 
 
 async def test_details_of_many_violations_fit_a_header() -> None:
@@ -256,6 +528,8 @@ async def test_unknown_fields_are_errors_at_every_depth() -> None:
             (pb.TokenizeRequest.FromString(b"\x0a\x01x" + unknown), "Tokenize"),
             (pb.DetokenizeRequest.FromString(unknown), "Detokenize"),
             (pb.GetModelInfoRequest.FromString(unknown), "GetModelInfo"),
+            (pb.ReleaseSessionRequest.FromString(b"\x0a\x01x" + unknown), "ReleaseSession"),
+            (pb.ListSessionsRequest.FromString(unknown), "ListSessions"),
         ):
             with pytest.raises(SelfdraftError, match="INVALID_ARGUMENT"):
                 await up.client._unary(call, message, 5)

@@ -60,6 +60,16 @@ class InferenceStub:
                 request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSession = channel.unary_unary(
+                '/selfdraft.v1.Inference/ReleaseSession',
+                request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionRequest.SerializeToString,
+                response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/selfdraft.v1.Inference/ListSessions',
+                request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -68,8 +78,12 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generates one sequence and streams it: any number of `chunk`s, then exactly one `complete`.
-        The server sends initial metadata (with `selfdraft-request-id`) as soon as the request is
-        admitted. Closing or cancelling the call ends the generation at the next decode cycle.
+        With `sampling_params.n` above 1 the stream carries n sequences side by side: each message has
+        an `index`, each index its own chunks and one `complete`, and the stream ends after the last of
+        them. All n are admitted or none is; when one ends badly the call ends with its error, and the
+        others with it. The server sends initial metadata (with `selfdraft-request-id`) as soon as the
+        request is admitted. Closing or cancelling the call ends the generation at the next decode
+        cycle.
 
         Errors (status, ErrorInfo.reason):
         INVALID_ARGUMENT    INVALID_ARGUMENT  BadRequest lists every violation
@@ -80,6 +94,8 @@ class InferenceServicer:
         CANCELLED           CANCELLED         the client left
         ABORTED             ABORTED           `Abort` was called
         UNAVAILABLE         LOADING, DRAINING, ENGINE_FAILED; the first two with RetryInfo
+        RESOURCE_EXHAUSTED  GRAMMAR_LIMIT     the grammar came to where no text can go on, or grew
+        too complex there; what was streamed is incomplete
         INTERNAL            ROW_FAULT         this sequence's numbers went bad; others go on
         INTERNAL            INTERNAL          a defect in the server
         """
@@ -88,7 +104,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request; its stream ends with status ABORTED. Idempotent.
+        """Ends a live request, all of its sequences; its stream ends with status ABORTED. Idempotent.
         Errors: INVALID_ARGUMENT, UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -113,6 +129,23 @@ class InferenceServicer:
 
     def GetModelInfo(self, request, context):
         """Facts about the served model that do not change while the server runs.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseSession(self, request, context):
+        """Forgets what is kept for a session, now instead of when it expires. Idempotent. Requests that
+        run are not touched.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Sessions for which something is kept, in no promised order.
         Errors: INVALID_ARGUMENT, UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -146,6 +179,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoRequest.FromString,
                     response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'ReleaseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSession,
+                    request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionRequest.FromString,
+                    response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.FromString,
+                    response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -284,6 +327,60 @@ class Inference:
             '/selfdraft.v1.Inference/GetModelInfo',
             selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoRequest.SerializeToString,
             selfdraft_dot_v1_dot_selfdraft__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/selfdraft.v1.Inference/ReleaseSession',
+            selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionRequest.SerializeToString,
+            selfdraft_dot_v1_dot_selfdraft__pb2.ReleaseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/selfdraft.v1.Inference/ListSessions',
+            selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.SerializeToString,
+            selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

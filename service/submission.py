@@ -1,0 +1,107 @@
+"""The sequences of one request, handed to the scheduler together and found again by its id."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from scheduler.loop import RequestHandle, Scheduler
+from scheduler.request import (
+    FinishReason,
+    InvalidRequestError,
+    NotRunningError,
+    QueueFullError,
+    SubmitError,
+)
+from service.errors import Reason, ServiceError, Violation, invalid
+from service.prompt import Prepared
+
+Handles = tuple[RequestHandle, ...]
+"""One per sequence, by index."""
+
+_PATHS: Final = {
+    "stop_ids": "sampling_params.stop_token_ids",
+    "depth_cap": "speculation.max_depth",
+    "session_id": "session_id",
+    "reuse_prefix": "reuse_prefix",
+}
+"""Fields of GenerationRequest whose name is another one for the client."""
+
+
+class Submissions:
+    """The requests that are being answered. Used on the event loop only."""
+
+    def __init__(self, *, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
+        self._live: dict[str, Handles] = {}
+
+    def submit(self, scheduler: Scheduler, prepared: Prepared) -> Handles:
+        """Queues all sequences of a request, or none. Raises ServiceError when one is refused.
+
+        Nothing is planned between them: all of this happens in one step of the event loop.
+        """
+        if self._is_live(prepared.request_id):
+            raise _duplicate("a live request has this id")
+        handles: list[RequestHandle] = []
+        try:
+            for request in prepared.requests:
+                handles.append(scheduler.submit(request))
+        except SubmitError as refusal:
+            for handle in handles:
+                handle.cancel()
+            raise self._refusal(refusal, scheduler, prepared) from refusal
+        self._live[prepared.request_id] = tuple(handles)
+        return tuple(handles)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends all sequences of a request; False when none is live."""
+        handles = self._live.get(request_id, ())
+        ended = [handle.cancel(FinishReason.ABORTED) for handle in handles]
+        return any(ended)
+
+    def forget(self, request_id: str, handles: Handles) -> None:
+        """The request is answered. Its id may be another one's by now."""
+        if self._live.get(request_id) == handles:
+            del self._live[request_id]
+
+    def _is_live(self, request_id: str) -> bool:
+        return any(handle.finished is None for handle in self._live.get(request_id, ()))
+
+    def _refusal(
+        self, refusal: SubmitError, scheduler: Scheduler, prepared: Prepared
+    ) -> ServiceError:
+        match refusal:
+            case QueueFullError(limit=limit, retry_after_s=delay):
+                return ServiceError(
+                    Reason.QUEUE_FULL,
+                    str(refusal),
+                    retry_after_s=delay,
+                    metadata={"limit": limit},
+                )
+            case NotRunningError():
+                if scheduler.failed.is_set():
+                    return ServiceError(Reason.ENGINE_FAILED, "the engine failed")
+                return ServiceError(
+                    Reason.DRAINING, str(refusal), retry_after_s=self._retry_after_s
+                )
+            case InvalidRequestError(field="request_id", message=message):
+                return _duplicate(message)
+            case InvalidRequestError(field=field, message=message):
+                return invalid([Violation(_path(field, prepared), message)])
+        raise refusal
+
+
+def _duplicate(message: str) -> ServiceError:
+    return ServiceError(
+        Reason.DUPLICATE_REQUEST,
+        f"request_id: {message}",
+        violations=[Violation("request_id", message)],
+    )
+
+
+def _path(field: str, prepared: Prepared) -> str:
+    """A field of GenerationRequest as the client knows it."""
+    if field == "prompt_ids":
+        return prepared.input
+    if field == "constraint" and prepared.options.form is not None:
+        return f"sampling_params.{prepared.options.form}"
+    return _PATHS.get(field) or f"sampling_params.{field.removeprefix('sampling.')}"

@@ -1,0 +1,187 @@
+"""Compiles JSON schemas, regular expressions and Lark grammars, with llguidance, off the event loop
+and first in a process that may die of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import anyio
+import anyio.to_thread
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+
+from service.config import GrammarLimits
+from service.text.constraint import CompiledGrammar, GrammarError, Vocabulary, one_line
+from service.text.tokenizer import Tokenizer
+
+Form = Literal["json_schema", "regex", "grammar"]
+"""The fields of the API that constrain a text."""
+
+_LIMITS: Final[dict[str, Any]] = {
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Of llguidance. They keep a mask, which the engine waits for, within tens of milliseconds in the
+worst case, and a grammar within some hundred megabytes."""
+
+
+_MAX_SPACE: Final = 20
+"""Characters: a line's end and nine levels of indentation."""
+
+
+class Grammars:
+    """Compiles the grammars of one server's requests, off its event loop, and keeps some."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        self.limits = limits or GrammarLimits()
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._limiter: anyio.CapacityLimiter | None = None
+
+    def prepare(self) -> None:
+        """Builds what all grammars share; idempotent. `compile` would do it, but for a vocabulary
+        of 150,000 tokens it takes a second or two in which llguidance holds the interpreter's lock:
+        better before anything is streamed. Raises what llguidance raises for a vocabulary it cannot
+        take."""
+        with self._lock:
+            if self._vocabulary is None and self._can_end:
+                self._vocabulary = Vocabulary(
+                    self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._tokenizer.eos_ids
+                )
+
+    @property
+    def _can_end(self) -> bool:
+        """The model has an end token, without which no text is ever complete."""
+        return any(token < self._vocab_size for token in self._tokenizer.eos_ids)
+
+    async def compile(self, form: Form, text: str) -> CompiledGrammar:
+        """Raises GrammarError: too large, broken, beyond the limits, or no text satisfies it."""
+        self._check_size(form, text)
+        key = hashlib.sha256(f"{form}\0{text}".encode()).digest()
+        if (known := self._cached(key)) is not None:
+            return known
+        await anyio.to_thread.run_sync(self.prepare, abandon_on_cancel=True)
+        assert self._vocabulary is not None
+        vocabulary = self._vocabulary
+        self._limiter = self._limiter or anyio.CapacityLimiter(self.limits.at_once)
+        with anyio.move_on_after(self.limits.timeout_s):
+            async with self._limiter:
+                if (known := self._cached(key)) is None:
+                    known = await self._compile(form, text, vocabulary)
+                    self._cache[key] = known
+            while len(self._cache) > self.limits.cached:
+                self._cache.popitem(last=False)
+            return known
+        raise GrammarError(f"takes longer than {self.limits.timeout_s:g} s to compile")
+
+    def _cached(self, key: bytes) -> CompiledGrammar | None:
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        return self._cache.get(key)
+
+    def _check_size(self, form: Form, text: str) -> None:
+        if len(text) > self.limits.max_chars:
+            raise GrammarError(f"at most {self.limits.max_chars} characters, is {len(text)}")
+        if not self._can_end:
+            raise GrammarError("this model has no end token, so no text could be complete")
+        if form == "json_schema":
+            _check_schema(text, self.limits.max_depth)
+        elif form == "regex" and (len(text) - len(text.rstrip("\\"))) % 2:
+            raise GrammarError("ends in a lone backslash")  # llguidance would leave it out
+
+    async def _compile(self, form: Form, text: str, vocabulary: Vocabulary) -> CompiledGrammar:
+        source = _source(form, text)
+        await self._probe(source, vocabulary)
+
+        def build() -> CompiledGrammar:
+            limits = LLParserLimits(**_LIMITS)
+            matcher = LLMatcher(vocabulary.raw, source, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarError(one_line(matcher.get_error()))
+            return CompiledGrammar(matcher, vocabulary)
+
+        return await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
+
+    async def _probe(self, source: str, vocabulary: Vocabulary) -> None:
+        """Compiles it where it may do harm. A cancelled wait, at the time limit, ends the process.
+
+        Raises GrammarError."""
+        ask = {
+            "grammar": source,
+            "special": vocabulary.special_tokens,
+            "limits": _LIMITS,
+            "memory_bytes": self.limits.memory_bytes,
+        }
+        command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
+        done = await anyio.run_process(command, input=json.dumps(ask).encode(), check=False)
+        if done.returncode != 0:
+            raise GrammarError("too deeply nested, or takes too much memory to compile")
+        error: str = json.loads(done.stdout)["error"]
+        if error:
+            raise GrammarError(one_line(error))
+
+
+# Without it llguidance allows, where the text is forced, only the token that the tokenizer would
+# write there, and calls others valid all the same: the law of what is drawn is not the model's
+# then, and what a draft may be not what the target may.
+_ALL_SPELLINGS: Final = '\n%llguidance {"no_forcing": true}\n'
+
+
+def _source(form: Form, text: str) -> str:
+    """The grammar as Lark."""
+    match form:
+        case "json_schema":
+            return f"start: %json {_with_bounded_space(text)}{_ALL_SPELLINGS}"
+        case "regex":
+            return f"start: /{regex_to_lark(text, '')}/{_ALL_SPELLINGS}"
+        case "grammar":
+            return f"{text}{_ALL_SPELLINGS}"
+
+
+def _with_bounded_space(text: str) -> str:
+    """A schema that says how much white space may stand between the parts of a value: small models
+    fall for it and write nothing else until their tokens are used up."""
+    schema = json.loads(text)
+    if schema is True:
+        text, schema = "{}", {}
+    if schema is False or "x-guidance" in schema:
+        return text
+    options = json.dumps({"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{_MAX_SPACE}}}"})
+    comma = "," if schema else ""
+    return f'{{"x-guidance": {options}{comma}{text.strip()[1:]}'
+
+
+def _check_schema(text: str, max_depth: int) -> None:
+    """Raises GrammarError unless `text` is a JSON object or boolean, nested at most so deep."""
+    try:
+        schema: Any = json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"is not JSON: {one_line(str(error))}") from None
+    except RecursionError:
+        raise GrammarError(f"nested at most {max_depth} deep") from None
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("must be a JSON object")
+    level: list[Any] = [schema]
+    for _ in range(max_depth + 1):
+        parts = [part for part in level if isinstance(part, dict | list)]
+        level = [x for p in parts for x in (p.values() if isinstance(p, dict) else p)]
+        if not level:
+            return
+    raise GrammarError(f"nested at most {max_depth} deep")
