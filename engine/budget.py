@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import BudgetError
@@ -28,8 +28,15 @@ CUDA_FRACTION = 0.9
 RESERVE_FRACTION = 0.05
 MIN_RESERVE = 256 * 1024**2
 """Held back for the allocator's slack, the runtime and what is not counted here."""
-LOGIT_COPIES = 4
-"""Float32 arrays of the vocabulary alive per verified position: logits, shaped, sorted, chosen."""
+DEFAULT_BOUNDARIES = 64
+BOUNDARY_FRACTION = 0.1
+"""Part of the working set that boundaries may take unless told otherwise."""
+LOGIT_COPIES = 8
+"""Float32 arrays of the vocabulary alive per verified position, at most: logits, rules, shaped,
+sorted, noise. Measured at the peak of a cycle: greedy 2.4, rejection 7.9, coupled 7.5."""
+RULED_LOGIT_COPIES = 14
+"""The same in a cohort where some row has a rule or a constraint (13.5; with log probabilities
+13.8). The plan at load does not count on it; `engine.preflight` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,10 @@ class Costs:
     """Transient per token of a prefill chunk, scores aside."""
     score_bytes: int
     """Attention scores per (query token, key token) pair."""
+    logit_bytes: int = 0
+    """The logits of one position, float32."""
+    boundary_bytes: int = 0
+    """One saved point of a sequence: recurrent states and a hidden; exact, not an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,8 @@ class Budget:
     working_set: int
     pages: int
     """Usable pages of the pool, the null page not counted."""
+    boundaries: int = 0
+    """Boundaries there is room for."""
 
     @property
     def total(self) -> int:
@@ -80,12 +93,16 @@ class Budget:
     @property
     def cache_limit(self) -> int:
         """For `mx.set_cache_limit`: freed buffers worth keeping are those the next step needs."""
-        return next(row.bytes for row in self.rows if row.name == "transient")
+        return sum(row.bytes for row in self.rows if row.name in ("transient", "padding"))
 
     def table(self) -> str:
         """The budget for people, one line per row."""
-        lines = [*self.rows, BudgetRow("free", self.free, f"of {size(self.working_set)}")]
-        return "\n".join(f"{r.name:<12}{size(r.bytes):>12}  {r.note}".rstrip() for r in lines)
+        rows = self.lines()
+        return "\n".join(f"{r.name:<12}{size(r.bytes):>12}  {r.note}".rstrip() for r in rows)
+
+    def lines(self) -> tuple[BudgetRow, ...]:
+        """Its rows, and what is left over."""
+        return *self.rows, BudgetRow("free", self.free, f"of {size(self.working_set)}")
 
 
 def size(count: int) -> str:
@@ -155,7 +172,9 @@ def estimate(
     token = (4 * arch.hidden_size + widest) * 4
     logits = arch.vocab_size * 4
     width = depth + 1
-    row = arch.linear_layers * (memory + tail) + width * arch.hidden_size * item_bytes
+    hidden = arch.hidden_size * item_bytes
+    # Pending MTP slots, and the last hidden once more for the row's boundary.
+    row = arch.linear_layers * (memory + tail) + (width + (1 if mtp else 0)) * hidden
     states = width * memory * (arch.linear_layers if keep_states and depth else 1)
     inputs = arch.linear_layers * width * arch.conv_dim * 8
     # A step makes a row's new state while the old one is still there.
@@ -168,6 +187,8 @@ def estimate(
         verify_row_bytes=verify,
         prefill_token_bytes=token,
         score_bytes=arch.num_attention_heads * 2 * max(item_bytes, 4),
+        logit_bytes=logits,
+        boundary_bytes=arch.linear_layers * (memory + tail) + (hidden if mtp else 0),
     )
 
 
@@ -180,13 +201,102 @@ def plan_budget(
     prefill_chunk: int,
     context: int,
     kv_memory: int | None = None,
+    prefix_memory: int | None = 0,
+    cycle_rows: int = 0,
 ) -> Budget:
     """Size the pool. `context` is the most positions a row may occupy.
 
     With `kv_memory` the pool is that large; without, it holds max_rows × min(context, 2048)
-    tokens, or what fits. Raises BudgetError naming the number to change: `kv_memory`, `max_rows`,
-    `prefill_chunk` or the model.
+    tokens, or what fits. `prefix_memory` None is `DEFAULT_BOUNDARIES` or a share of the working
+    set, or nothing where the rest would not fit then. With `cycle_rows` every decode cycle has that
+    many rows and reads the whole context of each (`EngineConfig.deterministic`).
+
+    Raises BudgetError naming the number to change: `kv_memory`, `prefix_memory`, `max_rows`,
+    `context`, `prefill_chunk` or the model.
     """
+
+    def plan(*, boundaries: int, context: int = context, cycle_rows: int = cycle_rows) -> Budget:
+        fixed = _padding(costs, cycle_rows, max_rows, context, page_size)
+        if boundaries:
+            # Rows that have ended lie beside the cohort until they are kept or released.
+            held = boundaries * costs.boundary_bytes + max_rows * costs.row_bytes
+            note = f"{boundaries} boundaries, and the ends of {max_rows} rows"
+            fixed = (*fixed, BudgetRow("boundaries", held, note))
+        pool = _plan_pool(
+            costs,
+            working_set=working_set,
+            page_size=page_size,
+            max_rows=max_rows,
+            prefill_chunk=prefill_chunk,
+            context=context,
+            kv_memory=kv_memory,
+            fixed=fixed,
+        )
+        return replace(pool, boundaries=boundaries)
+
+    def fits(boundaries: int, *, context: int = context, cycle_rows: int = cycle_rows) -> bool:
+        try:
+            plan(boundaries=boundaries, context=context, cycle_rows=cycle_rows)
+        except BudgetError:
+            return False
+        return True
+
+    count = _boundaries(costs, working_set, prefix_memory)
+    if fits(count):
+        return plan(boundaries=count)
+    if count and fits(0):
+        if prefix_memory is None:
+            return plan(boundaries=0)
+        most = _largest(1, count, fits) * costs.boundary_bytes
+        raise BudgetError(
+            f"prefix_memory of {size(prefix_memory)} does not fit {size(working_set)} beside the "
+            "rest",
+            change=f"lower prefix_memory to at most {most} bytes",
+        )
+    if cycle_rows and fits(0, cycle_rows=0):
+        row = _padding(costs, cycle_rows, max_rows, context, page_size)[0]
+        most = _largest(2, context, lambda n: fits(0, context=n))
+        raise BudgetError(
+            f"deterministic {row.note} do not fit {size(working_set)}: {size(row.bytes)}",
+            change=f"lower context to at most {most}" if most else "lower max_rows or max_depth",
+        )
+    return plan(boundaries=0)
+
+
+def _boundaries(costs: Costs, working_set: int, prefix_memory: int | None) -> int:
+    """Boundaries to plan for."""
+    if costs.boundary_bytes == 0:
+        return 0
+    if prefix_memory is None:
+        share = int(working_set * BOUNDARY_FRACTION)
+        return min(DEFAULT_BOUNDARIES, share // costs.boundary_bytes)
+    return prefix_memory // costs.boundary_bytes
+
+
+def _padding(
+    costs: Costs, cycle_rows: int, max_rows: int, context: int, page_size: int
+) -> tuple[BudgetRow, ...]:
+    """What cycles of one shape take beyond those of max_rows rows."""
+    if cycle_rows == 0:
+        return ()
+    more = (cycle_rows - max_rows) * (costs.row_bytes + costs.verify_row_bytes)
+    reads = cycle_rows * pages_needed(context, page_size) * costs.gather_bytes
+    note = f"cycles of {cycle_rows} rows × {context} positions"
+    return (BudgetRow("padding", more + reads, note),)
+
+
+def _plan_pool(
+    costs: Costs,
+    *,
+    working_set: int,
+    page_size: int,
+    max_rows: int,
+    prefill_chunk: int,
+    context: int,
+    kv_memory: int | None,
+    fixed: tuple[BudgetRow, ...] = (),
+) -> Budget:
+    """The pool beside `fixed` rows of the table."""
     reserve = max(MIN_RESERVE, int(working_set * RESERVE_FRACTION))
     # A row of one token more than the context never exists, but its last page may be part-filled.
     least = pages_needed(min(context, MIN_ROW_TOKENS), page_size)
@@ -203,6 +313,7 @@ def plan_budget(
             BudgetRow("weights", costs.weight_bytes, ""),
             BudgetRow("kv pool", kv, f"{pages} pages of {page_size}: {tokens} tokens"),
             BudgetRow("rows", rows * costs.row_bytes, f"{rows} rows"),
+            *fixed,
             BudgetRow(
                 "transient", transient, f"prefill of {chunk} tokens and a verify of {rows} rows"
             ),

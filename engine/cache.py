@@ -29,7 +29,7 @@ class Window:
     """Where a block of `width` new tokens of B rows sits."""
 
     start: mx.array
-    """[B] int32: position of each row's first token."""
+    """[B] int32: rotary position of each row's first token (or slot, see `slot_window`)."""
     width: int
     table: mx.array
     """[B, P + 1] int32 page table; the last column is the null page."""
@@ -58,6 +58,35 @@ def window(start: mx.array, width: int, table: mx.array, page_size: int) -> Wind
         offset=positions % page_size,
         mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
     )
+
+
+def slot_window(start: mx.array, width: int, table: mx.array, page_size: int) -> Window:
+    """Describe MTP slots start … start + width - 1 of each row. Slot p lies at position p + 1.
+
+    Slot p needs the token at p + 1, so what a row writes after a boundary at position L begins with
+    slot L - 1; one place further it lies at L, like the keys of token L, and pages that end at L
+    are never written again. Position 0 is never written, so nobody sees it. Rotary positions are
+    the slots' own.
+    """
+    columns = table.shape[1] - 1
+    positions = start[:, None] + mx.arange(1, width + 1, dtype=mx.int32)[None, :]
+    column = mx.minimum(positions // page_size, columns)
+    keys = slot_positions(columns * page_size)
+    return Window(
+        start=start,
+        width=width,
+        table=table,
+        page=mx.take_along_axis(table, column, axis=1),
+        offset=positions % page_size,
+        mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
+    )
+
+
+def slot_positions(count: int) -> mx.array:
+    """Positions 0 … count - 1 as int32 [count] for a `<=` that must not see position 0."""
+    keys = np.arange(count, dtype=np.int32)
+    keys[:1] = np.iinfo(np.int32).max
+    return mx.array(keys)
 
 
 def page_table(pages: NDArray[np.int32]) -> mx.array:
@@ -97,6 +126,25 @@ class PagePool:
         _, size, heads, dim = pool.shape
         rows = pool[table].reshape(batch, columns * size, heads, dim)
         return rows.transpose(0, 2, 1, 3)
+
+    def handles(self) -> tuple[mx.array, mx.array]:
+        """The pool as it is now, for `restore`. Let go of it before anything is evaluated: while it
+        is held, a write copies the pool."""
+        return self.keys[:], self.values[:]
+
+    def restore(self, handles: tuple[mx.array, mx.array]) -> None:
+        """Undo every write since `handles`, none of which may have been evaluated."""
+        self.keys, self.values = handles
+
+    def copy(self, source: mx.array, target: mx.array) -> list[mx.array]:
+        """Copy whole pages, ids int32 [n] each; a target is in no other place of either list.
+
+        Returns the pages as read. Evaluate them before anything that writes to the pool: a read
+        that still runs holds the buffer, and the write would copy the whole pool.
+        """
+        pages = [self.keys[source], self.values[source]]
+        self.keys[target], self.values[target] = pages
+        return pages
 
     @property
     def nbytes(self) -> int:

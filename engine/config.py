@@ -48,6 +48,21 @@ class EngineConfig:
     kv_memory: int | None = None
     """Bytes for the KV page pool. None: room for max_rows × min(context, 2048) tokens, or what
     fits."""
+    prefix_memory: int | None = None
+    """Bytes for boundaries: saved recurrent states from which requests with the same beginning, or
+    a session's next turn, go on. None: a tenth of the working set or 64 boundaries, whichever is
+    less, and none where `deterministic` would be broken by them. 0 turns reuse off."""
+    deterministic: bool = False
+    """Run every decode cycle at one shape: max_rows rows and a few more (filled up with rows that
+    are done), `max_depth` drafts whatever depth is planned, page tables of the whole context. Then
+    a row's logits depend on neither its neighbours nor the depth, bit for bit, on any BLAS and any
+    device; nor do its tokens, if they are greedy or coupled (rejection sampling draws its noise by
+    what was drafted). Its prompt must come in the same chunks. Where a BLAS treats the places of a
+    batch differently (tried at load), rows decode one by one instead, each at full depth.
+
+    The price: one row costs as much as a full house at full depth, or a house as much as its rows
+    one after the other; attention reads the whole context. Cap `context`, `max_rows` and
+    `max_depth` accordingly. On a CPU, `blas = reference` gives the same without it."""
     max_depth: int = 8
     """Most tokens drafted per cycle, 0…8. 0 turns drafting off."""
     prefill_chunk: int | None = None
@@ -76,6 +91,10 @@ class EngineConfig:
             self._check_int("prefill_chunk", 1, MAX_PREFILL_CHUNK)
         if self.kv_memory is not None:
             self._check_int("kv_memory", 1, None)
+        if self.prefix_memory is not None:
+            self._check_int("prefix_memory", 0, None)
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError("deterministic", f"must be true or false, not {self.deterministic!r}")
         if self.context is not None:
             self._check_int("context", MIN_CONTEXT, None)
 

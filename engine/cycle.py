@@ -19,11 +19,11 @@ about. Plain decoding is depth 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from engine.cache import PagePool, RecurrentTrail, window
+from engine.cache import PagePool, RecurrentTrail, slot_window, window
 from engine.choice import Noise, make_noise, sample
 from engine.guided import Guide
 from engine.logprobs import record
@@ -88,6 +88,11 @@ class DecodeCycle:
         self._mtp_pool = mtp_pool
         self._page_size = page_size
 
+    @property
+    def mtp_pool(self) -> PagePool | None:
+        """The MTP layer's pages, where drafts are made."""
+        return self._mtp_pool
+
     def run(
         self,
         rows: RowArrays,
@@ -133,7 +138,7 @@ class DecodeCycle:
     ) -> Drafts:
         """Propose `depth` tokens per row; writes the pending MTP slots."""
         assert self._mtp_pool is not None
-        hidden = self._write_pending(rows, table)
+        hidden = self.write_pending(rows, table)
         last = mx.maximum(rows.pending_count - 1, 0)[:, None, None]
         hidden = mx.take_along_axis(hidden, last, axis=1)
         past = DraftPast(self._mtp_pool, table, rows.length) if depth > 1 else None
@@ -158,12 +163,26 @@ class DecodeCycle:
         q = mx.stack(laws, axis=1) if statics.rejects else None
         return Drafts(tokens=mx.stack(tokens, axis=1), q=q)
 
-    def _write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
+    def settled(self, rows: RowArrays, table: mx.array) -> RowArrays:
+        """The same rows with every MTP slot below their length written, and only the last pending.
+
+        For rows that no cycle has run since they ended. The slot left lies at position `length`:
+        whatever a row writes from here on does.
+        """
+        self.write_pending(rows, table)
+        return replace(
+            rows,
+            pending_hidden=rows.last_hidden(),
+            pending_tokens=rows.primary[:, None],
+            pending_count=mx.ones_like(rows.pending_count),
+        )
+
+    def write_pending(self, rows: RowArrays, table: mx.array) -> mx.array:
         """First MTP pass over the pending slots; returns its output [B, Wp, H]."""
         assert self._mtp_pool is not None
         width = rows.pending_tokens.shape[1]
         start = rows.length - rows.pending_count
-        where = window(start, width, table, self._page_size)
+        where = slot_window(start, width, table, self._page_size)
         return self._model.mtp_exact(
             rows.pending_hidden, rows.pending_tokens, where, self._mtp_pool
         )
@@ -258,7 +277,7 @@ class DecodeCycle:
             return hidden, tokens, count
         if rows.pending_tokens.shape[1] >= PENDING_LIMIT:
             # The pass is run for the slots it writes; its output is not needed.
-            self._write_pending(rows, table)
+            self.write_pending(rows, table)
             return hidden, tokens, count
         wide = rows.widened(rows.pending_tokens.shape[1] + 1)
         slot = mx.arange(wide.pending_tokens.shape[1], dtype=mx.int32)[None, :]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import quant
+from engine.budget import estimate
 from engine.contract import CONTRACTS, NO_DRAFTS, DraftBackend, mtp_backend, validate_structure
 from engine.errors import CheckpointError, EngineError
 from engine.layouts import Schema, family_of, mtp_schema, trunk_schema
@@ -53,6 +54,12 @@ class Inspection:
     chat_template: bool = False
     backend: DraftBackend = NO_DRAFTS
     max_depth: int = 0
+    token_bytes: int = 0
+    """Keys and values per token of a row, all layers, as float32."""
+    row_bytes: int = 0
+    """Recurrent state and pending drafts per row, as float32 (the memory is float32 always)."""
+    boundary_bytes: int = 0
+    """One saved prefix, its keys and values aside, as float32."""
     notes: tuple[str, ...] = ()
 
 
@@ -111,6 +118,14 @@ class _Facts:
         manifest = check_folder(self.folder)
         norms = {part: f"{v.convention}, by {v.why}" for part, v in manifest.verdicts.items()}
         depth = MAX_DEPTH if manifest.has_mtp else 0
+        costs = estimate(
+            manifest.arch,
+            weight_bytes=0,
+            item_bytes=4,
+            page_size=1,
+            depth=depth,
+            mtp=manifest.has_mtp,
+        )
         reason = "complete checkpoint with an MTP head" if depth else manifest.notes[-1]
         self.values |= {
             "runnable": True,
@@ -120,6 +135,9 @@ class _Facts:
             "mtp_norms": norms.get("mtp", ""),
             "backend": mtp_backend(CONTRACTS[manifest.family], depth),
             "max_depth": depth,
+            "token_bytes": costs.page_bytes,
+            "row_bytes": costs.row_bytes,
+            "boundary_bytes": costs.boundary_bytes,
             "notes": manifest.notes,
         }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.blas import Blas, describe_blas, prepare_blas, set_threads, thread_choices
-from engine.budget import Budget, device_working_set, estimate, plan_budget
+from engine.budget import Budget, Costs, device_working_set, estimate, plan_budget
 from engine.config import EngineConfig
 from engine.plan import EngineInfo
 
@@ -36,6 +36,12 @@ _THREAD_PRICE = 0.1
 STATES_SHARE = 8
 """Intermediate recurrent states of a verify may take 1/8 of the working set; beyond that a commit
 replays the block instead of picking a state."""
+
+
+_SLOW = (
+    "deterministic: this BLAS gives a row other bits at other places of a batch, so rows decode "
+    "one by one; blas=reference needs no such thing"
+)
 
 
 def load_engine(
@@ -98,7 +104,7 @@ def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bo
             del checkpoint.tensors[name]
     planned = planned_bytes(checkpoint, dtype=setup.dtype, dequantize=setup.dequantize)
     plan = setup.budget(planned)
-    mx.set_cache_limit(plan.budget.cache_limit)
+    _limit_memory(plan.budget)
     stage(1)
     model, report = setup.load_model()
     stage(2)
@@ -118,6 +124,7 @@ def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bo
 @dataclass(frozen=True, slots=True)
 class _Plan:
     budget: Budget
+    costs: Costs
     context: int
     keep_states: bool
 
@@ -147,9 +154,18 @@ class _Setup:
         each chunk."""
         return self.config.prefill_chunk or (256 if self.on_gpu else 64)
 
+    @property
+    def prefix_memory(self) -> int | None:
+        """What a restored prefix skips is computed in other chunks than a row from 0 would: the
+        same bits only where results do not depend on shapes."""
+        asked = self.config.prefix_memory
+        return 0 if asked is None and self.config.deterministic and not self.exact else asked
+
     def budget(self, weight_bytes: int) -> _Plan:
         """The memory plan, and whether verifies keep intermediate recurrent states."""
         import mlx.core as mx
+
+        from engine.padding import padded_rows
 
         config, arch = self.config, self.checkpoint.arch
         context = arch.max_position_embeddings
@@ -176,9 +192,11 @@ class _Setup:
             prefill_chunk=self.prefill_chunk,
             context=context,
             kv_memory=config.kv_memory,
+            prefix_memory=self.prefix_memory,
+            cycle_rows=padded_rows(config.max_rows) if config.deterministic else 0,
         )
         context = min(context, budget.pages * config.page_size)
-        return _Plan(budget=budget, context=context, keep_states=keep_states)
+        return _Plan(budget=budget, costs=costs, context=context, keep_states=keep_states)
 
     def load_model(self) -> tuple[Qwen35Model, LoadReport]:
         """The model with its weights in place, evaluated."""
@@ -223,6 +241,7 @@ class _Setup:
             device=_device_name(on_gpu=self.on_gpu),
             blas=blas,
             prefill_chunk=self.prefill_chunk,
+            boundaries=plan.budget.boundaries,
             notes=(*checkpoint.notes, *report.notes, *blas_note, *widths_note),
         )
 
@@ -231,6 +250,7 @@ class _Setup:
         import mlx.core as mx
 
         from engine.cache import PagePool
+        from engine.preflight import Estimator, Preflight
         from engine.runner import MLXEngine
 
         count = model.attention_layers + (1 if info.max_depth else 0)
@@ -245,12 +265,16 @@ class _Setup:
             for _ in range(count)
         ]
         mx.eval([array for pool in pools for array in (pool.keys, pool.values)])
+        states = sum(s.conv.nbytes + s.memory.nbytes for s in model.zero_states(1))
+        hidden = model.config.hidden_size * self.dtype.size if info.max_depth else 0
         info = replace(
             info,
             page_bytes=sum(pool.nbytes for pool in pools) // (info.pages + 1),
-            row_bytes=sum(s.conv.nbytes + s.memory.nbytes for s in model.zero_states(1)),
+            row_bytes=states,
+            boundary_bytes=states + hidden if info.boundaries else 0,
         )
-        return MLXEngine(
+        estimator = Estimator(costs=plan.costs, page_size=info.page_size)
+        engine = MLXEngine(
             model=model,
             pools=pools[: model.attention_layers],
             mtp_pool=pools[-1] if info.max_depth else None,
@@ -258,7 +282,18 @@ class _Setup:
             keep_states=plan.keep_states,
             chunked_prefill=not self.exact,
             trace=self.trace,
+            deterministic=self.config.deterministic,
+            preflight=Preflight(
+                estimator=estimator,
+                limit=plan.budget.working_set,
+                in_use=mx.get_active_memory,
+                clear=mx.clear_cache,
+            ),
+            budget=plan.budget,
         )
+        if engine.one_by_one and _SLOW not in info.notes:
+            return engine.described(replace(info, notes=(*info.notes, _SLOW)))
+        return engine
 
     def gated(self, engine: MLXEngine, model: Qwen35Model, plan: _Plan) -> MLXEngine:
         """The engine as it is when its head agrees with its trunk, else one that never drafts."""
@@ -271,6 +306,19 @@ class _Setup:
             return engine.described(info)
         engine.release()
         return self.assemble(model, replace(info, mtp_layers=0, max_depth=0), plan)
+
+
+def _limit_memory(budget: Budget) -> None:
+    """Tell MLX what the budget says, for the whole process and for good.
+
+    The cache limit holds everywhere: freed buffers beyond it go back to the system at once. The
+    memory limit makes allocations beyond it wait for running work, and then fail, on Metal and
+    CUDA; MLX's CPU allocator records it and does not enforce it. The wired limit stays as it is.
+    """
+    import mlx.core as mx
+
+    mx.set_cache_limit(budget.cache_limit)
+    mx.set_memory_limit(budget.working_set)
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, *, on_gpu: bool) -> mx.Dtype:

@@ -256,8 +256,8 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of a `StepPlan`, rows in plan order: prefill chunks (final ones, and those of rows
-    with `prompt_logprobs`), then decode rows, then guided rows."""
+    """Result of a `StepPlan`, rows in plan order: prefill chunks (final ones, those of rows with
+    `prompt_logprobs`, and those that faulted), then decode rows, then guided rows."""
 
     step: int
     rows: tuple[RowResult, ...] = ()
@@ -339,8 +339,10 @@ class Engine(Protocol):
     `submit` queues a step on the device and returns at once; steps run in the order submitted.
     `collect` blocks until the oldest step not yet collected is done and returns its result. At
     most `max_in_flight` steps may be submitted and not collected. Both raise `EngineFailedError`
-    when the engine is beyond use, and ValueError when a plan breaks this contract (the plan then
-    had no effect).
+    when the engine is beyond use (an error while a step is evaluated leaves its state unknown), and
+    ValueError when a plan breaks this contract (the plan then had no effect). A row for which there
+    is no memory, or whose chunk cannot be built, gets a `RowResult.fault`; a boundary that it was
+    to save may still be restored and dropped, and a row that restores it faults too.
     """
 
     max_in_flight: int

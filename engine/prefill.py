@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cache import PagePool, RecurrentState, page_table, window
+from engine.boundary import Boundary, boundary_of
+from engine.cache import PagePool, RecurrentState, page_table, slot_window, window
 from engine.choice import make_noise, sample
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP
 from engine.guided import Guide
@@ -75,8 +76,15 @@ class Prefill:
         self._page_size = page_size
         self._chunked = chunked
 
-    def start(self, spec: RowSpec) -> PrefillRow:
-        """A row before its first chunk."""
+    def start(self, spec: RowSpec, boundary: Boundary | None = None) -> PrefillRow:
+        """A row before its first chunk, at a boundary where it restores one."""
+        if boundary is not None:
+            return PrefillRow(
+                spec=spec,
+                position=boundary.position,
+                states=boundary.states,
+                carry=boundary.carry,
+            )
         return PrefillRow(
             spec=spec, position=0, states=tuple(self._model.zero_states(1)), carry=None
         )
@@ -125,6 +133,16 @@ class Prefill:
             return None
         return prompt_records(self._model.head, before, tokens, row.spec.prompt_logprobs)
 
+    def boundary(self, row: PrefillRow) -> Boundary:
+        """The point a row has reached."""
+        assert row.carry is not None
+        return boundary_of(
+            position=row.position,
+            states=row.states,
+            carry=row.carry if self._mtp_pool is not None else row.carry[:, :0],
+            mtp=self._mtp_pool is not None and row.spec.speculative,
+        )
+
     def _write_slots(
         self, row: PrefillRow, hidden: mx.array, tokens: mx.array, table: mx.array
     ) -> None:
@@ -134,7 +152,7 @@ class Prefill:
         if tokens.shape[1] == 0:
             return
         start = mx.array([first], mx.int32)
-        where = window(start, tokens.shape[1], table, self._page_size)
+        where = slot_window(start, tokens.shape[1], table, self._page_size)
         self._model.mtp_exact(hidden, tokens, where, self._mtp_pool)
 
     def finish(self, row: PrefillRow, hidden: mx.array, guide: Guide | None = None) -> FirstToken:

@@ -11,6 +11,7 @@ from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP, TAIL, unpack
 from engine.guided import Form
 from engine.logprobs import read
 from engine.plan import Finish, Logprobs, RowResult, RowSpec
+from engine.rows import FIRST_PAD
 
 FAULT_TEXT = "the model produced non-finite logits"
 
@@ -20,6 +21,7 @@ class Output:
     """What one prefill chunk or one cohort of a step leaves for the host."""
 
     rows: tuple[int, ...]
+    """Stand-ins (`engine.padding`) come last; they have no results."""
     specs: tuple[RowSpec, ...]
     packed: mx.array | None
     """See `engine.cycle.CycleOutput`; None for a chunk that is not its prompt's last."""
@@ -47,6 +49,8 @@ class Output:
         packed = np.array(self.packed)
         results = []
         for index, (row, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
+            if row <= FIRST_PAD:
+                break
             tokens, drafted, accepted, flags = unpack(packed[index].tolist(), self.width)
             result = _result(row, tokens, drafted, accepted, flags)
             if spec.logprobs is not None and tokens:

@@ -18,6 +18,12 @@ from engine.plan import RowSpec, SamplingParams
 from engine.rules import LogitRules, make_rules, needs_counts
 from engine.sampling import Shaper, coupled_keys, make_shaper, noise_keys
 
+_NOBODY = -1
+"""Place of the stack whose row is kept elsewhere."""
+
+FIRST_PAD = -2
+"""Rows with this id and lower stand in for nobody (`engine.padding`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
@@ -59,6 +65,14 @@ class RowArrays:
         states = tuple(RecurrentState(s.conv[index], s.memory[index]) for s in self.states)
         return RowArrays(states=states, **taken)
 
+    def last_hidden(self) -> mx.array:
+        """The trunk's hidden at length - 1, [B, 1, H], of rows that no cycle has run since they
+        ended; [B, 0, H] without an MTP head."""
+        if self.pending_hidden.shape[1] <= 1:
+            return self.pending_hidden
+        last = (self.pending_count - 1)[:, None, None]
+        return mx.take_along_axis(self.pending_hidden, last, axis=1)
+
     def widened(self, width: int) -> RowArrays:
         """The same rows with room for `width` pending entries."""
         missing = width - self.pending_tokens.shape[1]
@@ -71,12 +85,13 @@ class RowArrays:
         )
 
     def counting(self, vocab: int) -> RowArrays:
-        """The same rows with counts of this many tokens; 0 gives them up."""
+        """The same rows with counts of the whole vocabulary, or with 0 without."""
         missing = vocab - self.counts.shape[1]
         if missing == 0:
             return self
-        if missing < 0:
-            return replace(self, counts=self.counts[:, :vocab], prompted=self.prompted[:, :vocab])
+        if vocab == 0:  # new arrays: a slice might hold on to what it was cut from
+            none = mx.zeros((self.counts.shape[0], 0), mx.int32)
+            return replace(self, counts=none, prompted=none.astype(mx.bool_))
         pad = [(0, 0), (0, missing)]
         return replace(self, counts=mx.pad(self.counts, pad), prompted=mx.pad(self.prompted, pad))
 
@@ -168,16 +183,22 @@ class RowTable:
         self._batch: tuple[int, ...] = ()
         self._arrays: RowArrays | None = None
         self._statics: RowStatics | None = None
+        self._pad: RowArrays | None = None
 
     def __contains__(self, row: int) -> bool:
         return row in self._specs
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self.rows())
 
     def rows(self) -> set[int]:
         """Ids of all rows that can decode."""
-        return set(self._specs)
+        return {row for row in self._specs if row >= 0}
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Rows of the running cohort, in order."""
+        return self._batch
 
     def specs(self, rows: Sequence[int]) -> tuple[RowSpec, ...]:
         """Of rows that can decode."""
@@ -187,6 +208,11 @@ class RowTable:
         """Park a freshly prefilled row."""
         self._specs[row] = spec
         self._parked[row] = arrays
+
+    def add_pads(self, specs: dict[int, RowSpec], arrays: RowArrays) -> None:
+        """Let `batch` take these ids as rows that all look like `arrays`, whenever they join."""
+        self._specs |= specs
+        self._pad = arrays
 
     def release(self, rows: Iterable[int]) -> None:
         """Forget rows; unknown ids are ignored. A stacked row leaves at the next regrouping."""
@@ -206,19 +232,40 @@ class RowTable:
         """Replace the stacked rows' state after a cycle."""
         self._arrays = arrays
 
+    def spec(self, row: int) -> RowSpec:
+        """What a row was started with; it must be known."""
+        return self._specs[row]
+
+    def one(self, row: int) -> RowArrays:
+        """A row by itself; it must be known."""
+        if row in self._parked:
+            return self._parked[row]
+        assert self._arrays is not None
+        return self._own(row, self._arrays.take([self._batch.index(row)]))
+
+    def replace(self, row: int, arrays: RowArrays) -> None:
+        """Park a row with another state. A stacked row leaves its place; the others stay."""
+        self._batch = tuple(_NOBODY if other == row else other for other in self._batch)
+        self._parked[row] = arrays
+
     def arrays(self) -> list[mx.array]:
         """Every live array, for evaluation."""
         live = [] if self._arrays is None else self._arrays.arrays()
         return live + [a for parked in self._parked.values() for a in parked.arrays()]
 
+    def _take_parked(self, row: int) -> RowArrays:
+        if row <= FIRST_PAD and self._pad is not None:
+            return self._pad
+        return self._parked.pop(row)
+
     def _regroup(self, rows: tuple[int, ...]) -> None:
         old = {row: i for i, row in enumerate(self._batch)}
         for row, index in old.items():
-            if row not in rows and row in self._specs and self._arrays is not None:
+            if row not in rows and row >= 0 and row in self._specs and self._arrays is not None:
                 self._parked[row] = self._own(row, self._arrays.take([index]))
         staying = [row for row in rows if row in old]
         joining = [row for row in rows if row not in old]
-        parts = [self._parked.pop(row) for row in joining]
+        parts = [self._take_parked(row) for row in joining]
         if staying and self._arrays is not None:
             indices = [old[row] for row in staying]
             whole = indices == list(range(len(self._batch)))

@@ -85,6 +85,12 @@ def needs_counts(spec: RowSpec) -> bool:
     return s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0 or s.presence_penalty != 0.0
 
 
+def has_rules(spec: RowSpec) -> bool:
+    """Whether anything changes a row's logits before the temperature."""
+    bias = bool(spec.sampling.logit_bias)
+    return bias or spec.min_tokens > 0 or spec.constraint is not None or needs_counts(spec)
+
+
 def make_rules(specs: Sequence[RowSpec], vocab: int) -> LogitRules:
     """Stack the rows' rules."""
     sampling = [spec.sampling for spec in specs]

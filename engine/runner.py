@@ -8,6 +8,9 @@ running operation holds it, so a step submitted behind a running one would copy 
 A guided cohort needs the host between its drafts, so its step is never built ahead: `submit` waits
 for the step before, hands the free cohort of the same step to the device, asks the constraints
 what may come first while that runs, and goes on once it is done (for the same reason).
+
+What fails in building costs one row (`engine.building`). What fails in evaluation leaves the pools
+in an unknown state and ends the engine.
 """
 
 from __future__ import annotations
@@ -15,53 +18,37 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from engine.cache import PagePool, page_table
+from engine.books import Books
+from engine.boundary import BoundaryStore
+from engine.boundary_calls import BoundaryCalls
+from engine.budget import Budget
+from engine.building import StepBuilder
+from engine.cache import PagePool
+from engine.checks import PlanCheck
 from engine.cycle import DecodeCycle
-from engine.guided import Form, Guide
 from engine.models.qwen3_5 import Qwen35Model
+from engine.padding import Shape, padded_rows, places_agree
 from engine.plan import (
-    NULL_PAGE,
     DecodeBatch,
     EngineFailedError,
     EngineInfo,
-    PrefillChunk,
     RowResult,
     StepPlan,
     StepResult,
     pages_needed,
 )
-from engine.prefill import Prefill, PrefillRow
+from engine.prefill import Prefill
+from engine.preflight import Preflight, Room
 from engine.results import Output
-from engine.rows import RowTable
-from engine.rules import check_spec
+from engine.rows import FIRST_PAD, RowArrays
+from engine.step import Step, in_plan_order
 
 _CLOSED = "the engine was closed"
-
-
-@dataclass(slots=True)
-class _Step:
-    """A submitted step: what to wait for and how to read it."""
-
-    plan: StepPlan
-    outputs: list[Output] = field(default_factory=list)
-    """In result order."""
-    pending: list[mx.array] = field(default_factory=list)
-    """Everything the step must compute; emptied once the device has it, because a reference would
-    keep the next step from updating the page pools in place."""
-    ends: list[mx.array] = field(default_factory=list)
-    """Small arrays whose presence means that the step is done."""
-    build_s: float = 0.0
-    waited_s: float = 0.0
-    """Part of `submit` spent waiting for the device."""
-    started: float | None = None
-    """When the device could begin; None while it has nothing of the step."""
-    ended: float | None = None
-    """When the step was seen to be done, before it was collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +61,7 @@ class Trace:
     """float32 [len(tokens), V]."""
 
 
-class MLXEngine:
+class MLXEngine(BoundaryCalls):
     """`engine.plan.Engine` over an MLX model. Build it with `engine.load.load_engine`."""
 
     max_in_flight = 2
@@ -89,7 +76,14 @@ class MLXEngine:
         keep_states: bool = True,
         chunked_prefill: bool = False,
         trace: bool = False,
+        deterministic: bool = False,
+        preflight: Preflight | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        """`deterministic`: see `EngineConfig`. `preflight` None never asks for room."""
+        self.budget = budget
+        """What the engine was planned to hold."""
+        self._model = model
         self._info = info
         self._pools = [*pools, mtp_pool] if mtp_pool is not None else list(pools)
         self._cycle = DecodeCycle(
@@ -106,13 +100,25 @@ class MLXEngine:
             page_size=info.page_size,
             chunked=chunked_prefill,
         )
-        self._table = RowTable(info.vocab_size)
-        self._guided = RowTable(info.vocab_size)
-        self._forms: dict[int, Form] = {}
-        self._prefilling: dict[int, PrefillRow] = {}
-        self._flight: deque[_Step] = deque()
+        self._books = Books(info.vocab_size)
+        self._boundaries = BoundaryStore(info.boundaries)
+        self._preflight = preflight
+        self._builder = StepBuilder(
+            info=info,
+            cycle=self._cycle,
+            prefill=self._prefill,
+            pools=self._pools,
+            books=self._books,
+            boundaries=self._boundaries,
+            room=Room(preflight, self._wait),
+            shape=self._one_shape() if deterministic else None,
+            trace=trace,
+        )
+        self._fingerprint = ""
+        self._ended: float | None = None
+        """When the last step ended, if it left rows to go on with and nothing runs."""
+        self._flight: deque[Step] = deque()
         self._failed = ""
-        self._trace = trace
         self.traces: list[Trace] = []
 
     @property
@@ -120,28 +126,51 @@ class MLXEngine:
         return self._info
 
     @property
+    def model(self) -> Qwen35Model:
+        """The model on the device; not to be changed."""
+        return self._model
+
+    @property
     def cycle(self) -> DecodeCycle:
         """The decode cycle; for benchmarks that overrule parts of it."""
         return self._cycle
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a cohort's rows run one after the other (see `engine.padding`)."""
+        return self._builder.one_by_one
 
     def described(self, info: EngineInfo) -> MLXEngine:
         """The same engine with other notes."""
         self._info = info
         return self
 
+    def _one_shape(self) -> Shape:
+        info = self._info
+        columns = pages_needed(info.context_length, info.page_size)
+        shape = Shape(rows=padded_rows(info.max_rows), columns=columns, depth=info.max_depth)
+        pad = shape.stand_in(self._model, mtp=info.max_depth > 0)
+        if not places_agree(shape, self._model, self._cycle, pad):
+            return replace(shape, rows=1)
+        pads = {row: shape.spec(row) for row in (FIRST_PAD - i for i in range(shape.rows))}
+        for table in (self._books.free, self._books.guided):
+            table.add_pads(pads, pad)
+        return shape
+
     def submit(self, plan: StepPlan) -> None:
         """Build the step's graph, and run it unless another step is running.
 
-        Blocks for a plan with guided rows, until their drafts are made.
+        A row that cannot be built, or has no room, is faulted alone in this step's result. Blocks
+        for a plan with guided rows, until their drafts are made.
         """
         self._check_alive()
         if len(self._flight) >= self.max_in_flight:
             raise ValueError(f"{self.max_in_flight} steps are already in flight")
-        self._validate(plan)
+        PlanCheck(self._info, self._books, self._boundaries, self._flight).validate(plan)
         began = time.perf_counter()
-        step = _Step(plan=plan)
+        step = Step(plan=plan)
         try:
-            self._build(step)
+            self._builder.build(step)
             if plan.guided is not None:
                 self._build_guided(step, plan.guided)
             step.build_s = time.perf_counter() - began - step.waited_s
@@ -166,6 +195,9 @@ class MLXEngine:
             rows = tuple(result for output in step.outputs for result in self._read(output))
         except Exception as error:
             raise self._fail(error) from error
+        if step.lost:
+            rows = in_plan_order(step.plan, rows, step.lost)
+        self._remember(step, rows)
         return StepResult(
             step=step.plan.step,
             rows=rows,
@@ -173,6 +205,7 @@ class MLXEngine:
             build_s=step.build_s,
             wait_s=max(0.0, ended - began),
             device_s=ended - (step.started or ended),
+            gap_s=step.gap_s,
         )
 
     def close(self) -> None:
@@ -185,152 +218,104 @@ class MLXEngine:
         """Release device memory; the thread goes on using MLX (another engine takes over)."""
         self._failed = _CLOSED
         self._flight.clear()
-        self._prefilling.clear()
-        self._forms.clear()
-        self._table = RowTable(self._info.vocab_size)
-        self._guided = RowTable(self._info.vocab_size)
+        self._boundaries = BoundaryStore(0)
+        self._books = Books(self._info.vocab_size)
         self._pools.clear()
-        del self._cycle, self._prefill
+        del self._builder, self._cycle, self._prefill, self._model
         mx.clear_cache()
 
     def _check_alive(self) -> None:
         if self._failed:
             raise EngineFailedError(self._failed)
 
+    def _check_idle(self) -> None:
+        self._check_alive()
+        if self._flight:
+            raise ValueError("a step is in flight")
+
     def _fail(self, error: Exception) -> EngineFailedError:
         """A step broke half-way: device state of its rows is unknown, so the engine is done."""
         self._failed = f"{type(error).__name__}: {error}"
         return EngineFailedError(self._failed)
 
-    def _dispatch(self, step: _Step) -> None:
+    def _dispatch(self, step: Step) -> None:
         """Hand over what the device does not have of the step yet."""
         if step.started is None:
             step.started = time.perf_counter()
+            if self._ended is not None and step.runs_rows:
+                step.gap_s, self._ended = step.started - self._ended, None
+        if step.first:
+            mx.eval(step.first)
+            step.first = []
         if step.pending:
             mx.async_eval(step.pending)
             step.pending = []
 
-    def _await(self, step: _Step) -> float:
+    def _await(self, step: Step) -> float:
         """Wait until what was handed over of the step is done; returns when it was seen to be."""
         mx.eval(step.ends)
         if step.ended is None:
             step.ended = time.perf_counter()
+            if step.runs_rows:
+                self._ended = step.ended
         return step.ended
 
-    def _build(self, step: _Step) -> None:
-        plan = step.plan
-        self._table.release(plan.release)
-        self._guided.release(plan.release)
-        for row in plan.release:
-            self._prefilling.pop(row, None)
-            self._forms.pop(row, None)
-        for chunk in plan.prefill:
-            self._build_chunk(step, chunk)
-        if plan.decode is not None:
-            self._build_decode(step, plan.decode)
-        step.ends += [array for output in step.outputs for array in output.ends]
-        step.pending = [*self._live_arrays(), *step.ends]
+    def _wait(self) -> None:
+        """Until the device has nothing to do."""
+        try:
+            if self._flight:
+                mx.eval(self._flight[0].ends)
+        except Exception as error:  # not the fault of the row for which room is wanted
+            raise EngineFailedError(f"{type(error).__name__}: {error}") from error
 
-    def _build_chunk(self, step: _Step, chunk: PrefillChunk) -> None:
-        row = self._prefilling.pop(chunk.row, None)
-        if row is None:
-            assert chunk.spec is not None
-            row = self._prefill.start(chunk.spec)
-        row, hidden, prompt = self._prefill.chunk(row, chunk)
-        spec = row.spec
-        if not chunk.last:
-            self._prefilling[chunk.row] = row
-            step.ends.append(hidden)
-            if spec.prompt_logprobs is not None:
-                output = Output(
-                    rows=(chunk.row,),
-                    specs=(spec,),
-                    packed=None,
-                    width=0,
-                    chunk=True,
-                    prompt=prompt,
-                )
-                step.outputs.append(output)
-            return
-        forms: tuple[Form, ...] = ()
-        guide = None
-        if spec.constraint is not None:
-            form = Form(spec.constraint, frozenset(spec.stop_ids), spec.max_tokens)
-            self._forms[chunk.row], forms = form, (form,)
-            guide = Guide(forms, vocab=self._info.vocab_size, limits=(0,))
-        first = self._prefill.finish(row, hidden, guide)
-        table = self._table if spec.constraint is None else self._guided
-        table.add(chunk.row, spec, first.rows)
-        step.outputs.append(
-            Output(
-                rows=(chunk.row,),
-                specs=(spec,),
-                packed=first.packed,
-                width=1,
-                logits=first.logits if self._trace else None,
-                chunk=True,
-                prompt=prompt,
-                forms=forms,
-            )
-        )
-
-    def _build_decode(self, step: _Step, batch: DecodeBatch) -> None:
-        step.outputs.append(self._cohort(self._table, batch))
-
-    def _build_guided(self, step: _Step, batch: DecodeBatch) -> None:
+    def _build_guided(self, step: Step, batch: DecodeBatch) -> None:
         """Run the step's other parts, draft for the guided rows meanwhile, hand over the rest.
 
         Whatever runs while a pool is written makes MLX copy the pool; hence the two waits.
         """
         for earlier in self._flight:
             self._wait_in_submit(step, earlier)
+        batch = self._builder.admit(step, batch, "guided")
+        if not batch.rows:
+            return
         self._dispatch(step)
-        forms = tuple(self._forms[row] for row in batch.rows)
-        guide = Guide(
-            forms,
-            vocab=self._info.vocab_size,
-            limits=batch.limits,
-            before_reading=lambda: self._wait_in_submit(step, step),
-        )
-        output = self._cohort(self._guided, batch, guide, forms)
+        ends = self._builder.guided(step, batch, lambda: self._wait_in_submit(step, step))
         self._wait_in_submit(step, step)
         step.ended = None
-        step.outputs.append(output)
-        step.ends += output.ends
-        step.pending = [*self._live_arrays(), *output.ends]
+        step.ends += ends
+        step.pending = [*self._builder.live_arrays(), *ends]
         self._dispatch(step)
 
-    def _wait_in_submit(self, step: _Step, other: _Step) -> None:
+    def _wait_in_submit(self, step: Step, other: Step) -> None:
         began = time.perf_counter()
         self._await(other)
         step.waited_s += time.perf_counter() - began
 
-    def _cohort(
-        self,
-        table: RowTable,
-        batch: DecodeBatch,
-        guide: Guide | None = None,
-        forms: tuple[Form, ...] = (),
-    ) -> Output:
-        """Build one cohort's cycle."""
-        rows, statics = table.batch(batch.rows)
-        limits = mx.array(batch.limits, mx.int32)
-        pages = page_table(batch.pages)
-        output = self._cycle.run(rows, statics, pages, batch.depth, limits, guide)
-        table.update(output.rows)
-        return Output(
-            rows=batch.rows,
-            specs=table.specs(batch.rows),
-            packed=output.packed,
-            width=batch.depth + 1,
-            logits=output.logits if self._trace else None,
-            forms=forms,
-        )
+    def _end_of(self, row: int) -> RowArrays:
+        """State of a row that ended in the step just collected: before the step in flight, if that
+        one names it."""
+        for step in self._flight:
+            for rows, arrays in step.before:
+                if row in rows:
+                    return arrays.take([rows.index(row)])
+        return self._books.table(row).one(row).take([0])
 
-    def _live_arrays(self) -> list[mx.array]:
-        live = [array for pool in self._pools for array in (pool.keys, pool.values)]
-        live += [*self._table.arrays(), *self._guided.arrays()]
-        return live + [array for row in self._prefilling.values() for array in row.arrays()]
+    def _remember(self, step: Step, rows: tuple[RowResult, ...]) -> None:
+        """What the host now knows of the rows, and whether there is work to go on with."""
+        books = self._books
+        for result in rows:
+            if result.row not in books.reached:
+                continue  # faulted before it decoded, or released meanwhile
+            books.reached[result.row] += len(result.tokens)
+            if result.fault is not None:
+                books.faulted.add(result.row)
+            elif result.finish is not None and self._info.boundaries:
+                books.ends[result.row] = self._end_of(result.row).counting(0)
+        going_on = any(not chunk.last for chunk in step.plan.prefill) or any(
+            result.tokens and result.finish is None for result in rows
+        )
+        if step.runs_rows and not going_on:
+            self._ended = None
 
     def _read(self, output: Output) -> list[RowResult]:
         results = output.read()
@@ -339,85 +324,6 @@ class MLXEngine:
                 kept = np.array(output.logits[index, : len(result.tokens)])
                 self.traces.append(Trace(row=result.row, tokens=result.tokens, logits=kept))
         return results
-
-    def _validate(self, plan: StepPlan) -> None:
-        """Raise ValueError, before anything is built, when the plan breaks the contract."""
-        known = set(self._prefilling) - set(plan.release)
-        ready = (self._table.rows() | self._guided.rows()) - set(plan.release)
-        guided = self._guided.rows()
-        chunked = [chunk.row for chunk in plan.prefill]
-        if len(set(chunked)) != len(chunked):
-            raise ValueError(f"a step takes one chunk per row; rows of this one: {chunked}")
-        for chunk in plan.prefill:
-            self._check_chunk(chunk, known, ready)
-            known.discard(chunk.row)
-            (ready if chunk.last else known).add(chunk.row)
-            spec = chunk.spec or self._prefilling[chunk.row].spec
-            if spec.constraint is not None:
-                guided.add(chunk.row)
-        if len(known | ready) > self._info.max_rows:
-            raise ValueError(f"more than max_rows ({self._info.max_rows}) rows hold state")
-        if plan.decode is not None:
-            self._check_decode(plan.decode, ready)
-            wrong = [row for row in plan.decode.rows if row in guided]
-            if wrong:
-                raise ValueError(f"rows with a constraint belong to guided, not decode: {wrong}")
-        if plan.guided is not None:
-            self._check_decode(plan.guided, ready)
-            self._check_guided(plan, guided)
-
-    def _check_guided(self, plan: StepPlan, guided: set[int]) -> None:
-        assert plan.guided is not None
-        wrong = [row for row in plan.guided.rows if row not in guided]
-        if wrong:
-            raise ValueError(f"guided rows must have a constraint; these have none: {wrong}")
-        flying = {chunk.row for chunk in plan.prefill}
-        for step in self._flight:
-            flying.update(chunk.row for chunk in step.plan.prefill)
-            for batch in (step.plan.decode, step.plan.guided):
-                flying.update(batch.rows if batch else ())
-        wrong = [row for row in plan.guided.rows if row in flying]
-        if wrong:
-            raise ValueError(f"the tokens of guided rows are not known yet, in flight: {wrong}")
-
-    def _check_chunk(self, chunk: PrefillChunk, known: set[int], ready: set[int]) -> None:
-        size, info = len(chunk.tokens), self._info
-        row = self._prefilling.get(chunk.row)
-        if chunk.row in ready:
-            raise ValueError(f"row {chunk.row}: its prompt is complete already")
-        if (chunk.spec is None) == (chunk.start == 0):
-            raise ValueError(f"row {chunk.row}: spec belongs to the first chunk, and only there")
-        if chunk.row not in known and chunk.start != 0:
-            raise ValueError(f"row {chunk.row}: unknown, so its chunk must start at 0")
-        if row is not None and chunk.row in known and row.position != chunk.start:
-            raise ValueError(f"row {chunk.row}: chunk starts at {chunk.start}, not {row.position}")
-        if size == 0 or chunk.start + size > info.context_length:
-            raise ValueError(f"row {chunk.row}: chunk of {size} at {chunk.start} is out of range")
-        if len(chunk.pages) < pages_needed(chunk.start + size, info.page_size):
-            raise ValueError(f"row {chunk.row}: page table does not cover the chunk")
-        if chunk.tokens.min() < 0 or chunk.tokens.max() >= info.vocab_size:
-            raise ValueError(f"row {chunk.row}: token outside 0…{info.vocab_size - 1}")
-        if chunk.spec is not None:
-            check_spec(chunk.row, chunk.spec, info.vocab_size)
-            if chunk.spec.prompt_logprobs is not None and chunk.start:
-                raise ValueError(f"row {chunk.row}: prompt_logprobs of a restored prefix")
-        self._check_pages(chunk.pages)
-
-    def _check_decode(self, batch: DecodeBatch, ready: set[int]) -> None:
-        unknown = [row for row in batch.rows if row not in ready]
-        if unknown or len(set(batch.rows)) != len(batch.rows) or not batch.rows:
-            raise ValueError(f"decode rows must be distinct and prefilled; not so: {unknown}")
-        if not 0 <= batch.depth <= self._info.max_depth:
-            raise ValueError(f"depth {batch.depth} is outside 0…{self._info.max_depth}")
-        if len(batch.limits) != len(batch.rows) or batch.pages.shape[0] != len(batch.rows):
-            raise ValueError("decode limits and pages must have one entry per row")
-        if any(not 0 <= limit <= batch.depth for limit in batch.limits):
-            raise ValueError(f"limits must be in 0…{batch.depth}")
-        self._check_pages(batch.pages)
-
-    def _check_pages(self, pages: np.ndarray) -> None:
-        if pages.size and (pages.min() < NULL_PAGE or pages.max() > self._info.pages):
-            raise ValueError(f"page ids must be in 0…{self._info.pages}")
 
 
 def leave_thread() -> None:

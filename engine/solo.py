@@ -74,11 +74,13 @@ def generate(
     depth: int | Depths = 0,
     limits: Limits | None = None,
     chunk: int | None = None,
+    on_cycle: Callable[[int], None] | None = None,
 ) -> list[SoloResult]:
     """Generate for (prompt ids, spec) pairs together, in lockstep, until each has ended.
 
-    `chunk` cuts prompts. Raises ValueError when the requests need more rows or pages than the
-    engine has; rows are released in the end.
+    `chunk` cuts prompts; `on_cycle` hears how many tokens each decode cycle emitted. Raises
+    ValueError when the requests need more rows or pages than the engine has; rows are released in
+    the end.
     """
     results = [SoloResult(row=next(row_ids)) for _ in requests]
     tables = _deal_pages(engine, requests)
@@ -108,8 +110,11 @@ def generate(
                 for members in _by_constraint(active, requests)
             ]
             plan = StepPlan(step=next(steps), decode=cohorts[0], guided=cohorts[1])
+            before = sum(len(result.tokens) for result in results)
             for result in _run(engine, plan, results):
                 result.cycles += 1
+            if on_cycle is not None:
+                on_cycle(sum(len(result.tokens) for result in results) - before)
     finally:
         _run(engine, StepPlan(step=next(steps), release=tuple(r.row for r in results)), results)
     return results

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from engine.budget import size
 from engine.inspect import Inspection
 
 stderr = Console(stderr=True, highlight=False)
@@ -77,6 +78,8 @@ def _inspection_rows(found: Inspection) -> Mapping[str, str]:
         "drafts with": found.backend.drafts_with,
         "verified by": found.backend.verified_by,
         "max depth": str(found.max_depth),
+        "memory": f"{size(found.token_bytes)} per token, {size(found.row_bytes)} per row, "
+        f"{size(found.boundary_bytes)} per saved prefix (float32)",
         "MTP layers": f"{found.mtp_advertised} advertised",
         "MTP tensors found": _names(found.mtp_found),
         "MTP tensors missing": _names(found.mtp_missing),

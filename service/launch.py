@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import anyio
 
+from engine.budget import size
 from engine.plan import Engine
 from service.config import ServiceConfig
 from service.costs import CostSource
@@ -37,6 +38,9 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
 
         loaded = load_engine(config.engine, progress)
         try:
+            if loaded.budget is not None:
+                for row in loaded.budget.lines():
+                    logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
             if costs is not None:
                 costs.check(loaded.info)
         except BaseException:

@@ -21,7 +21,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
-from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window
+from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window, slot_positions
 from engine.models.delta import delta_rule
 from engine.models.delta_block import delta_block
 from engine.models.delta_chunked import delta_rule_chunked
@@ -397,7 +397,8 @@ class Qwen35Model(Module):
     ) -> mx.array:
         """First MTP pass: slots from true trunk hiddens [B, W, H] and next tokens [B, W].
 
-        Writes the slots' keys and values; returns the MTP's output [B, W, H].
+        `where` is a `slot_window`. Writes the slots' keys and values; returns the MTP's output
+        [B, W, H].
         """
         x = self._combined(hidden, tokens)
         rotate = self._rotation(where.start, where.width)
@@ -434,15 +435,16 @@ class Qwen35Model(Module):
 class DraftPast:
     """Keys and values a recursive draft sees: the row's exact slots, then this cycle's own.
 
-    `slots` [B] is how many exact slots each row has; drafted slot i sits at position slots + i.
+    `slots` [B] is how many exact slots each row has, at positions 1 … slots of its pages; drafted
+    slot i has the rotary position slots + i.
     """
 
     def __init__(self, pool: PagePool, table: mx.array, slots: mx.array) -> None:
         columns = table[:, :-1]
         self.keys = PagePool.gather(pool.keys, columns)
         self.values = PagePool.gather(pool.values, columns)
-        positions = mx.arange(self.keys.shape[2], dtype=mx.int32)
-        self.mask = (positions[None, :] < slots[:, None])[:, None, None, :]
+        positions = slot_positions(self.keys.shape[2])
+        self.mask = (positions[None, :] <= slots[:, None])[:, None, None, :]
         self.position = slots
 
     def extend(self, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array, mx.array]:

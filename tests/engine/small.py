@@ -54,9 +54,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def small_model(seed: int = 0, *, vocab: int = 96) -> Qwen35Model:
-    """A random model, fused and evaluated."""
-    config = Qwen35Config.from_dict(CONFIG | {"vocab_size": vocab})
+def small_model(seed: int = 0, *, vocab: int = 96, **changes: Any) -> Qwen35Model:
+    """A random model, fused and evaluated; `changes` are to `CONFIG`."""
+    config = Qwen35Config.from_dict(CONFIG | {"vocab_size": vocab} | changes)
     model = Qwen35Model(config, with_mtp=True)
     rng = np.random.default_rng(seed)
     parameters: Any = tree_flatten(model.parameters())
@@ -85,15 +85,23 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
 
 
 def engine_over(
-    model: Qwen35Model, *, pages: int = 160, max_rows: int = 16, trace: bool = True
+    model: Qwen35Model,
+    *,
+    pages: int = 160,
+    max_rows: int = 16,
+    trace: bool = True,
+    boundaries: int = 0,
+    page_size: int = PAGE_SIZE,
+    max_depth: int = 8,
+    **options: Any,
 ) -> MLXEngine:
-    """An engine with its own pools over a shared model."""
+    """An engine with its own pools over a shared model; `options` are `MLXEngine`'s."""
     config = model.config
 
     def pool() -> PagePool:
         return PagePool(
             pages=pages,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=mx.float32,
@@ -106,10 +114,10 @@ def engine_over(
         context_length=config.max_position_embeddings,
         layers=config.num_hidden_layers,
         mtp_layers=1,
-        max_depth=8,
+        max_depth=max_depth,
         max_rows=max_rows,
         pages=pages,
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         page_bytes=0,
         row_bytes=0,
         weight_bytes=0,
@@ -118,9 +126,10 @@ def engine_over(
         quantization="none",
         device="cpu",
         blas="mlx reference",
+        boundaries=boundaries,
     )
     pools = [pool() for _ in range(model.attention_layers)]
-    return MLXEngine(model=model, pools=pools, mtp_pool=pool(), info=info, trace=trace)
+    return MLXEngine(model=model, pools=pools, mtp_pool=pool(), info=info, trace=trace, **options)
 
 
 def greedy(max_tokens: int, *, stop_ids: tuple[int, ...] = (), seed: int = 0) -> RowSpec:

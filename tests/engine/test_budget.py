@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,48 @@ def test_kv_memory_is_the_pool() -> None:
     assert plan(kv_memory=1_000_000_000).pages == 999, "one page is the null page"
 
 
+BOUNDED = replace(COSTS, boundary_bytes=10_000_000)
+
+
+def test_boundaries_have_a_row_of_their_own() -> None:
+    budget = plan(BOUNDED, prefix_memory=105_000_000)
+    assert budget.boundaries == 10
+    assert "boundaries" in budget.table()
+    assert budget.total - plan().total == 10 * 10_000_000 + 16 * 20_000_000
+    assert plan(BOUNDED, prefix_memory=0).boundaries == 0
+    assert plan(prefix_memory=None).boundaries == 0, "a boundary without bytes is none"
+
+
+def test_boundaries_are_64_or_a_tenth_or_none() -> None:
+    assert plan(BOUNDED, prefix_memory=None).boundaries == 64
+    assert plan(BOUNDED, prefix_memory=None, working_set=5 * GIB).boundaries == 53
+    tight = {"kv_memory": 1_900_000_000, "working_set": int(5.5 * GIB)}
+    assert plan(BOUNDED, prefix_memory=0, **tight).free < 640_000_000
+    assert plan(BOUNDED, prefix_memory=None, **tight).boundaries == 0
+
+
+def test_a_refused_prefix_memory_names_the_most_that_works() -> None:
+    with pytest.raises(BudgetError, match="lower prefix_memory to at most") as caught:
+        plan(BOUNDED, prefix_memory=8 * GIB)
+    most = int(re.findall(r"\d+", caught.value.change)[-1])
+    assert plan(BOUNDED, prefix_memory=most).boundaries == most // 10_000_000
+    with pytest.raises(BudgetError):
+        plan(BOUNDED, prefix_memory=most + 10_000_000)
+
+
+def test_cycles_of_one_shape_pay_for_the_whole_context() -> None:
+    budget = plan(cycle_rows=32, context=2048)
+    (row,) = [row for row in budget.rows if row.name == "padding"]
+    assert row.bytes == 16 * (20_000_000 + 30_000_000) + 32 * 128 * 50_000
+    assert budget.cache_limit == plan(context=2048).cache_limit + row.bytes
+    with pytest.raises(BudgetError, match="lower context to at most") as caught:
+        plan(cycle_rows=32, working_set=5 * GIB)
+    most = int(re.findall(r"\d+", caught.value.change)[-1])
+    assert plan(cycle_rows=32, working_set=5 * GIB, context=most).free >= 0
+    with pytest.raises(BudgetError):
+        plan(cycle_rows=32, working_set=5 * GIB, context=most + 16)
+
+
 @pytest.mark.parametrize(
     ("changes", "setting"),
     [
@@ -150,8 +193,10 @@ def test_estimate_counts_pages_and_rows_exactly() -> None:
     # One full-attention layer and the head: keys and values of 2 heads × 32.
     assert costs.page_bytes == 2 * (2 * 16 * 2 * 32 * 4)
     assert costs.gather_bytes == costs.page_bytes // 2
-    # Three linear layers: 4 × 16 × 16 float32 memory, 3 rows of 128 channels; 4 pending hiddens.
-    assert costs.row_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 4 * 64 * 4
+    # Three linear layers: 4 × 16 × 16 float32 memory, 3 rows of 128 channels; 4 pending hiddens
+    # and the last one once more.
+    assert costs.row_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 5 * 64 * 4
+    assert costs.boundary_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 64 * 4
     without = estimate(arch, weight_bytes=1, item_bytes=2, page_size=16, depth=0, mtp=False)
     assert without.page_bytes == 2 * 16 * 2 * 32 * 2
 

@@ -40,6 +40,8 @@ def test_defaults_are_valid() -> None:
         ({"kv_memory": 0}, "kv_memory", "at least 1, not 0"),
         ({"kv_memory": 1e9}, "kv_memory", "an integer"),
         ({"context": 1}, "context", "at least 2"),
+        ({"prefix_memory": -1}, "prefix_memory", "at least 0, not -1"),
+        ({"deterministic": 1}, "deterministic", "true or false, not 1"),
     ],
 )
 def test_every_limit_is_named(changes: dict[str, Any], field: str, limit: str) -> None:

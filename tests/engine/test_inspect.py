@@ -37,6 +37,13 @@ def test_a_good_folder_is_runnable(tmp_path: Path, variant: str) -> None:
     assert facts.max_depth == facts.backend.max_depth == 8
     assert facts.tied == (variant == "hf_tied")
     assert facts.context_length == 4096
+    # Keys and values of 1 or 2 heads × 32 floats, in every full-attention layer and the head.
+    heads = 1 if variant == "hf_tied" else 2
+    assert facts.token_bytes == (facts.full_attention_layers + 1) * 2 * heads * 32 * 4
+    if variant != "hf_tied":
+        # Three linear layers: 4 × 16 × 16 memory, 3 rows of 128 channels; a hidden of 64.
+        assert facts.boundary_bytes == 3 * (4 * 16 * 16 + 3 * 128) * 4 + 64 * 4
+    assert facts.row_bytes == facts.boundary_bytes + 9 * 64 * 4
     if variant == "hf_tied":
         assert (facts.layers, facts.linear_layers, facts.full_attention_layers) == (5, 3, 2)
     if variant == "mlx_4bit":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig
@@ -13,6 +15,7 @@ from engine.gate import FLOOR
 from engine.load import load_engine
 from engine.plan import EngineFailedError, StepPlan
 from engine.solo import generate
+from tests.engine.host import Host
 from tests.engine.small import greedy
 from tests.engine.tiny_checkpoints import write_checkpoint
 
@@ -111,11 +114,85 @@ def test_a_context_cap_is_obeyed(folder: Path) -> None:
     assert load_engine(config(folder, context=64)).info.context_length == 64
 
 
+def test_the_budget_is_told_and_mlx_with_it(folder: Path) -> None:
+    engine = load_engine(config(folder, prefix_memory=1 << 20))
+    budget, info = engine.budget, engine.info
+    assert budget is not None
+    rows = {row.name: row for row in budget.rows}
+    assert rows["weights"].bytes == info.weight_bytes
+    assert rows["kv pool"].bytes == (info.pages + 1) * info.page_bytes
+    assert rows["boundaries"].bytes > info.boundaries * info.boundary_bytes
+    assert mx.set_cache_limit(0) == rows["transient"].bytes
+    assert mx.set_memory_limit(1 << 40) == budget.working_set
+    assert "boundaries" in budget.table()
+    assert engine._preflight is not None
+    assert engine._preflight.limit == budget.working_set
+
+
+def test_boundaries_cost_what_the_budget_says(folder: Path) -> None:
+    """To the byte, from a prefill and from a turn's end; with drafts and without."""
+    for changes in ({}, {"max_depth": 0}):
+        engine = load_engine(config(folder, prefix_memory=1 << 20, **changes))
+        host = Host(engine)
+        host.start(1, [1, 2, 3, 4], greedy(4), saves={3: 1})
+        host.finish(1, depth=engine.info.max_depth)
+        host.keep(1, 2)
+        assert engine.info.boundaries == (1 << 20) // engine.info.boundary_bytes
+        for key in (1, 2):
+            assert engine._boundaries[key].nbytes == engine.info.boundary_bytes
+
+
+def test_a_model_without_drafts_reuses_prefixes_too(folder: Path) -> None:
+    engine = load_engine(config(folder, max_depth=0), trace=True)
+    host = Host(engine)
+    host.start(1, [1, 2, 3, 4, 5], greedy(6), saves={3: 1})
+    host.finish(1, depth=0)
+    host.decode(1, depth=0, even_finished=True)
+    host.keep(1, 2)
+    whole = [*host.tokens[1], 9]
+    for row, boundary in ((2, 1), (3, 2)):
+        host.start(row, whole, greedy(12), restore=boundary)
+        host.finish(row, depth=0)
+    host.start(4, whole, greedy(12))
+    host.finish(4, depth=0)
+    logits = [np.concatenate([t.logits for t in engine.traces if t.row == r]) for r in (2, 3, 4)]
+    assert np.array_equal(logits[0], logits[2])
+    assert np.array_equal(logits[1], logits[2])
+
+
+def test_how_many_boundaries_there_are(folder: Path) -> None:
+    assert load_engine(config(folder)).info.boundaries == 64
+    off = load_engine(config(folder, prefix_memory=0)).info
+    assert (off.boundaries, off.boundary_bytes) == (0, 0)
+
+
+def test_a_head_that_fails_its_gate_leaves_smaller_boundaries(folder: Path) -> None:
+    on = load_engine(config(folder)).info
+    off = load_engine(config(folder, mtp_gate="auto")).info
+    assert off.max_depth == 0
+    assert on.boundary_bytes - off.boundary_bytes == 64 * 4
+
+
+def test_a_deterministic_engine_says_what_it_costs(folder: Path) -> None:
+    small = {"deterministic": True, "context": 64, "max_depth": 3}
+    engine = load_engine(config(folder, **small))
+    assert engine.budget is not None
+    assert engine.budget.boundaries == 64, "with the reference BLAS, reuse changes no bits"
+    (row,) = [row for row in engine.budget.rows if row.name == "padding"]
+    assert row.note == "cycles of 16 rows × 64 positions"
+    prompts = [([1, 2, 3], greedy(9)), ([4], greedy(9))]
+    plain = load_engine(config(folder))
+    one, two = (generate(each, prompts, depth=2) for each in (engine, plain))
+    assert [r.tokens for r in one] == [r.tokens for r in two]
+    assert load_engine(config(folder, blas="auto", **small)).info.boundaries == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"kv_memory": 1000}, "raise kv_memory to at least"),
         ({"kv_memory": 1 << 50}, "lower kv_memory to at most"),
+        ({"prefix_memory": 1 << 50}, "lower prefix_memory to at most"),
     ],
 )
 def test_budget_errors_name_the_number(

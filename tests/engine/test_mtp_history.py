@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.cache import PagePool, page_table, window
+from engine.cache import PagePool, page_table, slot_window, window
 from engine.cycle import PENDING_LIMIT
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import RowSpec, SamplingParams
@@ -32,16 +32,18 @@ def _teacher_forced(model: Qwen35Model, tokens: list[int], slots: int) -> mx.arr
     where = window(mx.array([0]), slots, table, PAGE_SIZE)
     states = model.zero_states(1)
     hidden, _ = model.trunk(mx.array([tokens[:slots]]), where, pools, states)
+    where = slot_window(mx.array([0]), slots, table, PAGE_SIZE)
     model.mtp_exact(hidden, mx.array([tokens[1 : slots + 1]]), where, head)
     return _rows(head, list(range(1, pages + 1)), slots)
 
 
 def _rows(pool: PagePool, pages: list[int], slots: int) -> mx.array:
-    return pool.keys[mx.array(pages)].reshape(-1, 2, 32)[:slots]
+    """Slot p lies at position p + 1."""
+    return pool.keys[mx.array(pages)].reshape(-1, 2, 32)[1 : slots + 1]
 
 
 def _slots_written(engine: MLXEngine) -> int:
-    arrays = engine._table._arrays
+    arrays = engine._books.free._arrays
     assert arrays is not None
     slots: list[int] = (arrays.length - arrays.pending_count).tolist()  # type: ignore[assignment]
     return slots[0]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.cache import PagePool, page_table, window
+from engine.cache import PagePool, page_table, slot_window, window
 from engine.checkpoint import load_weights, read_checkpoint
 from engine.models import qwen3_5
 from engine.models.delta import keep_all
@@ -71,7 +71,7 @@ class Run:
         parts = []
         for start in range(0, len(after), chunk):
             tokens = mx.array([after[start : start + chunk]])
-            where = window(mx.array([start]), tokens.shape[1], self.table, PAGE_SIZE)
+            where = slot_window(mx.array([start]), tokens.shape[1], self.table, PAGE_SIZE)
             true = hidden[:, start : start + chunk]
             parts.append(self.model.mtp_exact(true, tokens, where, self.pools[-1]))
         first = mx.concatenate(parts, axis=1)

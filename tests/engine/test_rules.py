@@ -315,11 +315,11 @@ def test_rows_without_rules_keep_their_bits_beside_rows_with_them(
         driver.join(10 + i, prompt, spec)
     for _ in range(3):
         driver.decode(driver.active, depth=3)
-    arrays = beside._table._arrays
+    arrays = beside._books.free._arrays
     assert arrays is not None
     assert arrays.counts.shape[1] == VOCAB
     driver.decode([10, 11], depth=3)
-    arrays = beside._table._arrays
+    arrays = beside._books.free._arrays
     assert arrays is not None
     assert arrays.counts.shape[1] == arrays.prompted.shape[1] == 0
     while driver.active:

@@ -82,6 +82,15 @@ def served(model: Path) -> Iterator[Served]:
     server.process.wait()
 
 
+def test_the_memory_plan_is_logged_at_load(served: Served) -> None:
+    plan = {line["part"]: line for line in served.lines if line["event"] == "memory"}
+    assert list(plan) == [
+        *("weights", "kv pool", "rows", "boundaries", "transient", "reserve", "free"),
+    ]
+    assert plan["rows"]["note"] == "4 rows"
+    assert plan["weights"]["size"].endswith("iB")
+
+
 def test_options_reach_the_server(served: Served, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "thing"}')
@@ -163,6 +172,7 @@ def test_generate_several_texts(model: Path) -> None:
 
 def test_inspect_tells_whether_a_model_can_run(model: Path, tmp_path: Path) -> None:
     good = run("inspect", str(model))
+    assert "per token, " in good.stdout
     assert good.returncode == 0
     assert "qwen3_5" in good.stdout
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
