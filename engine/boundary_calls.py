@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from engine.cache import PagePool
 from engine.checks import check_table
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import EngineInfo, SavedPrefix
+
+T = TypeVar("T")
 
 
 class BoundaryCalls:
@@ -28,6 +32,9 @@ class BoundaryCalls:
         raise NotImplementedError
 
     def _check_idle(self) -> None:
+        raise NotImplementedError
+
+    def _on_device(self, job: Callable[[], T]) -> T:
         raise NotImplementedError
 
     def export_boundary(
@@ -48,12 +55,12 @@ class BoundaryCalls:
                 f"saved says {len(saved.tokens)} with mtp={saved.mtp}"
             )
         check_table(self._info, f"boundary {boundary}", pages, position)
-        self._files().write(self._boundaries[boundary], saved, pages, path)
+        self._on_device(lambda: self._files().write(self._boundaries[boundary], saved, pages, path))
 
     def read_boundary(self, path: Path) -> SavedPrefix:
         """What a file holds. Raises ForeignFileError unless it is of this very model."""
         self._check_alive()
-        return self._files().read(path)
+        return self._on_device(lambda: self._files().read(path))
 
     def import_boundary(self, boundary: int, pages: NDArray[np.int32], path: Path) -> None:
         """Load a file into `pages` and under a new boundary id. Nothing may be in flight.
@@ -63,11 +70,12 @@ class BoundaryCalls:
         self._check_idle()
         facts = self._boundaries.facts()
         planned = PlannedBoundaries(facts, limit=self._info.boundaries, drafts=True)
-        saved, arrays = self._files().load(path)
+        saved, arrays = self._on_device(lambda: self._files().load(path))
         planned.add(boundary, len(saved.tokens), mtp=saved.mtp)
         planned.finish()
         check_table(self._info, f"boundary {boundary}", pages, len(saved.tokens))
-        self._boundaries.add(boundary, self._files().place(saved, arrays, pages))
+        placed = self._on_device(lambda: self._files().place(saved, arrays, pages))
+        self._boundaries.add(boundary, placed)
 
     def _files(self) -> boundary_file.BoundaryFiles:
         if not self._fingerprint:

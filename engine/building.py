@@ -89,7 +89,7 @@ class StepBuilder:
         step.pending = [*self.live_arrays(), *fresh, *step.ends]
 
     def guided(
-        self, step: Step, batch: DecodeBatch, before_reading: Callable[[], None]
+        self, step: Step, batch: DecodeBatch, before_reading: Callable[[mx.array], None]
     ) -> list[mx.array]:
         """A guided cohort that was admitted; returns what is there when it is done."""
         done = len(step.outputs)
@@ -98,7 +98,7 @@ class StepBuilder:
 
     def live_arrays(self) -> list[mx.array]:
         """Everything that lives on from step to step."""
-        live = [array for pool in self._pools for array in (pool.keys, pool.values)]
+        live = [array for pool in self._pools for array in pool.current()]
         return [*live, *self._books.arrays()]
 
     def _keep(self, keep: KeepRow) -> list[mx.array]:
@@ -192,7 +192,7 @@ class StepBuilder:
         step: Step,
         table: RowTable,
         batch: DecodeBatch,
-        before_reading: Callable[[], None] | None = None,
+        before_reading: Callable[[mx.array], None] | None = None,
     ) -> None:
         """A cohort's cycle, or one for each of its rows. `before_reading`: of a guided one."""
         if self._shape is not None:
@@ -214,7 +214,7 @@ class StepBuilder:
         step: Step,
         table: RowTable,
         batch: DecodeBatch,
-        before_reading: Callable[[], None] | None,
+        before_reading: Callable[[mx.array], None] | None,
     ) -> None:
         """One cycle."""
         if self.one_by_one:

@@ -127,6 +127,11 @@ class PagePool:
         rows = pool[table].reshape(batch, columns * size, heads, dim)
         return rows.transpose(0, 2, 1, 3)
 
+    def current(self) -> tuple[mx.array, mx.array]:
+        """The pool as it is now, for an evaluation: other Python objects than `keys` and `values`,
+        because a later write would replace what those two stand for."""
+        return self.keys.astype(self.keys.dtype), self.values.astype(self.values.dtype)
+
     def handles(self) -> tuple[mx.array, mx.array]:
         """The pool as it is now, for `restore`. Let go of it before anything is evaluated: while it
         is held, a write copies the pool."""

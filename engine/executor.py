@@ -15,6 +15,7 @@ that a step finds nobody else holding the buffers it updates in place.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,10 @@ from typing import Any, Generic, TypeVar
 import mlx.core as mx
 
 T = TypeVar("T")
+
+
+PATIENCE_S = 10.0
+"""How long the end of the process waits for a job that is running."""
 
 
 class Pending(Generic[T]):
@@ -56,15 +61,21 @@ class Pending(Generic[T]):
         return self._value
 
 
+Jobs = SimpleQueue[Pending[Any] | None]
+
+
 class Executor:
-    """A daemon thread with a queue of jobs, run in order. Daemon: a wedged device must not keep
-    the process."""
+    """A daemon thread with a queue of jobs, run in order; it ends with `stop`, with the last
+    reference to the executor, or with the process. Daemon: a wedged device must not keep the
+    process for longer than `PATIENCE_S`."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Pending[Any] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._jobs: Jobs = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name="device", daemon=True)
         self._thread.start()
-        self.stream: mx.Stream = self.call(lambda: mx.default_stream(mx.default_device()))
+        self._end = weakref.finalize(self, _finish, self._jobs, self._thread)
+        device = mx.default_device()
+        self.stream: mx.Stream = self.call(lambda: _settle(device))
 
     def post(self, job: Callable[[], T]) -> Pending[T]:
         """Run `job` after everything posted before it."""
@@ -80,14 +91,24 @@ class Executor:
 
     def stop(self) -> None:
         """End the thread after the jobs already posted, and wait for it; idempotent."""
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+        self._end()
 
-    def _run(self) -> None:
-        while (pending := self._jobs.get()) is not None:
-            pending.run()
-            del pending
-        mx.synchronize()
-        mx.clear_streams()  # or the process aborts at exit
+
+def _run(jobs: Jobs) -> None:
+    while (pending := jobs.get()) is not None:
+        pending.run()
+        del pending
+    mx.synchronize()
+    mx.clear_streams()  # or the process aborts at exit
+
+
+def _finish(jobs: Jobs, thread: threading.Thread) -> None:
+    jobs.put(None)
+    if threading.current_thread() is not thread:
+        thread.join(PATIENCE_S)
+
+
+def _settle(device: mx.Device) -> mx.Stream:
+    """Give this thread the device of the one that made it; returns its stream there."""
+    mx.set_default_device(device)
+    return mx.default_stream(device)

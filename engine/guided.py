@@ -74,10 +74,11 @@ class Guide:
         *,
         vocab: int,
         limits: Sequence[int],
-        before_reading: Callable[[], None] = lambda: None,
+        before_reading: Callable[[mx.array], None] = mx.eval,
     ) -> None:
-        """`limits[i]`: most drafts row i may accept. `before_reading` is called before a draft is
-        read from the device (the device may be busy with another cohort until then)."""
+        """`limits[i]`: most drafts row i may accept. `before_reading` is called with drafts that
+        are about to be read, and has them evaluated (the device may be busy with another cohort
+        until then)."""
         self._forms = forms
         self._vocab = vocab
         self._words = -(-vocab // 32)
@@ -119,7 +120,7 @@ class Guide:
     def _prefixes(self, drafts: mx.array | None) -> list[tuple[int, ...]]:
         if drafts is None:
             return [()] * len(self._forms)
-        self._before_reading()
+        self._before_reading(drafts)
         read: list[list[int]] = drafts.tolist()  # type: ignore[assignment]
         return [tuple(row) for row in read]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.blas import Blas, describe_blas, prepare_blas, set_threads, thread_choices
@@ -50,34 +51,46 @@ def load_engine(
     *,
     trace: bool = False,
     scripted: Sequence[float] | None = None,
+    inline: bool = False,
 ) -> MLXEngine:
     """Load `config.model` and return an engine that is ready to run.
 
-    Call it on the thread that will own the engine. `trace` keeps the logits behind every token
-    (tests). `scripted` overrules acceptance (benchmarks; see `engine.scripted`) and skips the
-    gate. Raises CheckpointError, ConfigError or BudgetError (all `EngineError`), naming the file,
-    tensor, key or number at fault, before memory is taken where that can be known.
+    Call it on the thread that will own the engine. Loading and evaluating happen on a thread of the
+    engine's own (`engine.executor`), `progress` is called there; with `inline` on the caller's.
+    `trace` keeps the logits behind every token (tests). `scripted` overrules acceptance
+    (benchmarks; see `engine.scripted`) and skips the gate. Raises CheckpointError, ConfigError or
+    BudgetError (all `EngineError`), naming the file, tensor, key or number at fault, before memory
+    is taken where that can be known.
     """
     config.validate()
     blas = prepare_blas(config.blas)
 
+    from engine.executor import Executor
     from engine.runner import leave_thread
 
+    load = partial(_load, config, blas, progress, trace=trace, scripted=scripted)
+    if inline:
+        try:
+            return load()
+        except BaseException:
+            leave_thread()
+            raise
+    executor = Executor()
     try:
-        engine = _load(
-            config if scripted is None else replace(config, mtp_gate="off"), blas, progress, trace
-        )
-        if scripted is not None:
-            from engine.scripted import ScriptedCycle
-
-            ScriptedCycle.script(engine.cycle, scripted)
-        return engine
+        return executor.call(load).run_on(executor)
     except BaseException:
-        leave_thread()
+        executor.stop()
         raise
 
 
-def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bool) -> MLXEngine:
+def _load(
+    config: EngineConfig,
+    blas: Blas,
+    progress: Progress | None,
+    *,
+    trace: bool,
+    scripted: Sequence[float] | None,
+) -> MLXEngine:
     import mlx.core as mx
 
     from engine.checkpoint import planned_bytes, read_checkpoint
@@ -115,7 +128,11 @@ def _load(config: EngineConfig, blas: Blas, progress: Progress | None, trace: bo
     info = setup.describe(report, plan, blas=blas_name, widths=model.widths)
     engine = setup.assemble(model, info, plan)
     stage(3)
-    if setup.mtp and config.mtp_gate == "auto":
+    if scripted is not None:
+        from engine.scripted import ScriptedCycle
+
+        ScriptedCycle.script(engine.cycle, scripted)
+    elif setup.mtp and config.mtp_gate == "auto":
         engine = setup.gated(engine, model, plan)
     stage(4)
     return engine

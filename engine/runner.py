@@ -1,9 +1,13 @@
 """The engine: obeys step plans over one loaded model, on the thread that built it.
 
 Two steps may be in flight. The device runs one; the graph of the next is built meanwhile (the
-host's larger share) and handed over the moment the first is done, before its results are read.
-Handing it over earlier would cost more than it gains: MLX reuses a page pool's buffer only when no
-running operation holds it, so a step submitted behind a running one would copy every pool.
+host's larger share) and starts the moment the first is done. Handing it over earlier would cost
+more than it gains: MLX reuses a page pool's buffer only when no running operation holds it, so a
+step submitted behind a running one would copy every pool.
+
+Since handing over takes long itself, an `Executor` does it (`run_on`): the thread that calls the
+engine then only builds and reads. Without one, the calling thread does everything, and hands a step
+over when it collects the one before.
 
 A guided cohort needs the host between its drafts, so its step is never built ahead: `submit` waits
 for the step before, hands the free cohort of the same step to the device, asks the constraints
@@ -18,7 +22,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +39,7 @@ from engine.building import StepBuilder
 from engine.cache import PagePool
 from engine.checks import PlanCheck
 from engine.cycle import DecodeCycle
+from engine.executor import Executor
 from engine.models.qwen3_5 import Qwen35Model
 from engine.padding import Shape, padded_rows, places_agree
 from engine.plan import (
@@ -47,6 +56,8 @@ from engine.preflight import Preflight, Room
 from engine.results import Output
 from engine.rows import FIRST_PAD, RowArrays
 from engine.step import Step, in_plan_order
+
+T = TypeVar("T")
 
 _CLOSED = "the engine was closed"
 
@@ -114,6 +125,9 @@ class MLXEngine(BoundaryCalls):
             shape=self._one_shape() if deterministic else None,
             trace=trace,
         )
+        self._executor: Executor | None = None
+        self._last_end = 0.0
+        """When the last step ended."""
         self._fingerprint = ""
         self._ended: float | None = None
         """When the last step ended, if it left rows to go on with and nothing runs."""
@@ -145,6 +159,20 @@ class MLXEngine(BoundaryCalls):
         self._info = info
         return self
 
+    def run_on(self, executor: Executor) -> MLXEngine:
+        """Evaluate on `executor` from now on; every array must live on its stream already. The
+        engine stops it when it is closed."""
+        self._executor = executor
+        return self
+
+    def _building(self) -> AbstractContextManager[object]:
+        """Where operations may be built and small results read."""
+        return nullcontext() if self._executor is None else mx.stream(self._executor.stream)
+
+    def _on_device(self, job: Callable[[], T]) -> T:
+        """Run what evaluates by itself."""
+        return job() if self._executor is None else self._executor.call(job)
+
     def _one_shape(self) -> Shape:
         info = self._info
         columns = pages_needed(info.context_length, info.page_size)
@@ -167,17 +195,16 @@ class MLXEngine(BoundaryCalls):
         if len(self._flight) >= self.max_in_flight:
             raise ValueError(f"{self.max_in_flight} steps are already in flight")
         PlanCheck(self._info, self._books, self._boundaries, self._flight).validate(plan)
-        began = time.perf_counter()
-        step = Step(plan=plan)
+        step = Step(plan=plan, began=time.perf_counter())
         try:
-            self._builder.build(step)
-            if plan.guided is not None:
-                self._build_guided(step, plan.guided)
-            step.build_s = time.perf_counter() - began - step.waited_s
+            with self._building():
+                self._builder.build(step)
+                if plan.guided is not None:
+                    self._build_guided(step, plan.guided)
+            step.build_s = time.perf_counter() - step.began - step.waited_s
             self._flight.append(step)
-            if len(self._flight) == 1:
+            if len(self._flight) == 1 or self._executor is not None:
                 self._dispatch(step)
-                step.started = began  # nothing ran meanwhile: building was part of the step
         except Exception as error:
             raise self._fail(error) from error
 
@@ -190,21 +217,24 @@ class MLXEngine(BoundaryCalls):
         began = time.perf_counter()
         try:
             ended = self._await(step)
-            if self._flight:
+            if self._flight and self._executor is None:
                 self._dispatch(self._flight[0])
-            rows = tuple(result for output in step.outputs for result in self._read(output))
+            with self._building():
+                rows = tuple(result for output in step.outputs for result in self._read(output))
+                if step.lost:
+                    rows = in_plan_order(step.plan, rows, step.lost)
+                self._remember(step, rows)
         except Exception as error:
             raise self._fail(error) from error
-        if step.lost:
-            rows = in_plan_order(step.plan, rows, step.lost)
-        self._remember(step, rows)
+        # With nothing running meanwhile, building was part of the step.
+        could_begin, self._last_end = max(self._last_end, step.began), ended
         return StepResult(
             step=step.plan.step,
             rows=rows,
             depth=next((b.depth for b in (step.plan.decode, step.plan.guided) if b), 0),
             build_s=step.build_s,
             wait_s=max(0.0, ended - began),
-            device_s=ended - (step.started or ended),
+            device_s=max(0.0, ended - could_begin),
             gap_s=step.gap_s,
         )
 
@@ -212,7 +242,10 @@ class MLXEngine(BoundaryCalls):
         """Release device memory and, off the main thread, MLX itself; idempotent."""
         if self._failed != _CLOSED:
             self.release()
-            leave_thread()
+            if self._executor is None:
+                leave_thread()
+            else:
+                self._executor.stop()
 
     def release(self) -> None:
         """Release device memory; the thread goes on using MLX (another engine takes over)."""
@@ -240,10 +273,14 @@ class MLXEngine(BoundaryCalls):
 
     def _dispatch(self, step: Step) -> None:
         """Hand over what the device does not have of the step yet."""
+        if self._executor is not None:
+            if step.first or step.pending:
+                step.run = self._executor.post(partial(_evaluate, step.first, step.pending))
+                step.first, step.pending = [], []
+            return
         if step.started is None:
             step.started = time.perf_counter()
-            if self._ended is not None and step.runs_rows:
-                step.gap_s, self._ended = step.started - self._ended, None
+            self._note_gap(step)
         if step.first:
             mx.eval(step.first)
             step.first = []
@@ -253,6 +290,8 @@ class MLXEngine(BoundaryCalls):
 
     def _await(self, step: Step) -> float:
         """Wait until what was handed over of the step is done; returns when it was seen to be."""
+        if self._executor is not None:
+            return self._await_run(step)
         mx.eval(step.ends)
         if step.ended is None:
             step.ended = time.perf_counter()
@@ -260,10 +299,31 @@ class MLXEngine(BoundaryCalls):
                 self._ended = step.ended
         return step.ended
 
+    def _await_run(self, step: Step) -> float:
+        """The same with an executor."""
+        run, step.run = step.run, None
+        if run is not None:
+            started, step.ended = run.wait()
+            if step.started is None:
+                step.started = started
+                self._note_gap(step)
+            if step.runs_rows:
+                self._ended = step.ended
+        if step.ended is None:  # nothing to evaluate
+            step.ended = time.perf_counter()
+        return step.ended
+
+    def _note_gap(self, step: Step) -> None:
+        """Seconds without work before a step that started just now."""
+        if self._ended is not None and step.started is not None and step.runs_rows:
+            step.gap_s, self._ended = step.started - self._ended, None
+
     def _wait(self) -> None:
         """Until the device has nothing to do."""
         try:
-            if self._flight:
+            if self._executor is not None:
+                self._executor.call(mx.synchronize)
+            elif self._flight:
                 mx.eval(self._flight[0].ends)
         except Exception as error:  # not the fault of the row for which room is wanted
             raise EngineFailedError(f"{type(error).__name__}: {error}") from error
@@ -279,12 +339,17 @@ class MLXEngine(BoundaryCalls):
         if not batch.rows:
             return
         self._dispatch(step)
-        ends = self._builder.guided(step, batch, lambda: self._wait_in_submit(step, step))
+        ends = self._builder.guided(step, batch, partial(self._before_reading, step))
         self._wait_in_submit(step, step)
         step.ended = None
         step.ends += ends
         step.pending = [*self._builder.live_arrays(), *ends]
         self._dispatch(step)
+
+    def _before_reading(self, step: Step, drafts: mx.array) -> None:
+        """Wait for the step's other parts, then have the drafts made."""
+        self._wait_in_submit(step, step)
+        self._on_device(partial(mx.eval, drafts))
 
     def _wait_in_submit(self, step: Step, other: Step) -> None:
         began = time.perf_counter()
@@ -321,9 +386,21 @@ class MLXEngine(BoundaryCalls):
         results = output.read()
         for index, result in enumerate(results):
             if output.logits is not None and result.tokens:
-                kept = np.array(output.logits[index, : len(result.tokens)])
+                kept = np.array(output.logits)[index, : len(result.tokens)]
                 self.traces.append(Trace(row=result.row, tokens=result.tokens, logits=kept))
         return results
+
+
+def _evaluate(first: list[mx.array], pending: list[mx.array]) -> tuple[float, float]:
+    """On an executor: run a step to its end; when it began and ended. Takes both lists: a reference
+    left would keep the next step from updating the page pools in place."""
+    began = time.perf_counter()
+    if first:
+        mx.eval(first)
+        first.clear()
+    mx.eval(pending)
+    pending.clear()
+    return began, time.perf_counter()
 
 
 def leave_thread() -> None:

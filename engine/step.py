@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from engine.executor import Pending
 from engine.plan import RowResult, StepPlan
 from engine.results import Output
 from engine.rows import RowArrays
@@ -36,8 +37,12 @@ class Step:
     build_s: float = 0.0
     waited_s: float = 0.0
     """Part of `submit` spent waiting for the device."""
+    began: float = 0.0
+    """When building it began."""
     started: float | None = None
     """When the device could begin; None while it has nothing of the step."""
+    run: Pending[tuple[float, float]] | None = None
+    """What an executor has of the step: when it begins and ends."""
     ended: float | None = None
     """When the step was seen to be done, before it was collected."""
     gap_s: float | None = None
