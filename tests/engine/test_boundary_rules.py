@@ -21,6 +21,8 @@ from tests.engine.small import small_model
 from tests.engine.test_boundaries import alone, new_host, text
 
 END = 7
+MOST = 7
+"""Fewer than `PENDING_LIMIT`: cycles without drafts leave all their slots pending."""
 HOT = SamplingParams(temperature=3.0, seed=11)
 PENALTIES = replace(HOT, repetition_penalty=1.8, frequency_penalty=1.5, presence_penalty=0.5)
 
@@ -28,14 +30,16 @@ PENALTIES = replace(HOT, repetition_penalty=1.8, frequency_penalty=1.5, presence
 def guided(sampling: SamplingParams, modulus: int, length: int | None) -> RowSpec:
     """With a constraint of its own."""
     form = slow.Pattern(96, modulus, length, END)
-    return RowSpec(sampling=sampling, max_tokens=9, stop_ids=(END,), constraint=form)
+    return RowSpec(sampling=sampling, max_tokens=MOST, stop_ids=(END,), constraint=form)
 
 
 MAKERS: dict[str, Callable[[], RowSpec]] = {
-    "penalties": lambda: RowSpec(sampling=PENALTIES, max_tokens=9),
-    "coupled penalties": lambda: RowSpec(sampling=replace(PENALTIES, coupled=True), max_tokens=9),
+    "penalties": lambda: RowSpec(sampling=PENALTIES, max_tokens=MOST),
+    "coupled penalties": lambda: RowSpec(
+        sampling=replace(PENALTIES, coupled=True), max_tokens=MOST
+    ),
     "guided": lambda: guided(HOT, 3, None),
-    "guided to its end": lambda: guided(replace(HOT, coupled=True), 2, 6),
+    "guided to its end": lambda: guided(replace(HOT, coupled=True), 2, 5),
     "guided with penalties": lambda: guided(PENALTIES, 5, None),
 }
 
@@ -98,7 +102,7 @@ def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draft_history_left_out(patch: pytest.MonkeyPatch) -> None:
-    """Cycles without drafts leave it pending; a wasted one might write it."""
+    """A wasted cycle might write it."""
     patch.setattr(DecodeCycle, "settled", lambda self, rows, table: rows)
 
 
