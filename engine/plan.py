@@ -91,7 +91,9 @@ class Constraint(Protocol):
 
     Belongs to one row; the engine calls it on its own thread. A mask is uint32 [ceil(V / 32)]:
     token t is allowed iff bit t % 32 of word t // 32 is set. At least one token always is: an
-    output that is complete allows the end tokens only.
+    output that is complete allows the end tokens only, and one that may be complete allows them
+    among others. It must not raise; a row whose constraint does, or breaks another promise of
+    these, faults alone. `RowSpec.min_tokens` is 0 beside a constraint: the form says when to end.
     """
 
     def mask(self, drafted: Sequence[int]) -> NDArray[np.uint32] | None:
@@ -99,7 +101,7 @@ class Constraint(Protocol):
         not allowed. Does not advance."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were emitted."""
+        """These tokens were emitted: all of a step's, in order, a final stop token included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,8 @@ class RowSpec:
     speculative: bool = True
     """False for a row that will never be drafted for: no MTP history is kept for it."""
     min_tokens: int = 0
-    """No stop id is drawn before this many tokens were emitted; <= max_tokens."""
+    """No stop id is drawn before this many tokens were emitted; <= max_tokens. Not together with a
+    `constraint`."""
     logprobs: int | None = None
     """Report each emitted token's log probability and those of this many most probable tokens,
     0 … `MAX_LOGPROBS`; None reports nothing. They are of the model's own distribution (log-softmax
@@ -306,7 +309,8 @@ class EngineInfo:
     prefill_chunk: int = 256
     """Prompt tokens per step that this engine is sized for, and does well with."""
     boundaries: int = 0
-    """Boundaries the engine has memory for; 0 when it keeps none."""
+    """Boundaries the engine has memory for, counted at the end of a plan, after its drops; 0 when
+    it keeps none."""
     boundary_bytes: int = 0
     """Bytes of one boundary, its pages aside."""
     notes: tuple[str, ...] = field(default=())

@@ -76,6 +76,23 @@ def serve(
     max_rows: MaxRows = 16,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
     kv_memory: KvMemory = None,
+    prefix_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for saved prefixes, e.g. 1GiB, 0 for none; automatic if absent."),
+    ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Start requests from prefixes that earlier ones left.")
+    ] = True,
+    session_ttl: Annotated[
+        float, typer.Option(help="Seconds for which an unused session keeps its prefix.")
+    ] = 600.0,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Run every cycle at one shape: no row's result depends on its neighbours. Slow.",
+        ),
+    ] = False,
     context: Context = None,
     depth: DepthOption = "auto",
     dtype: Dtype = "auto",
@@ -106,6 +123,9 @@ def serve(
         max_rows=max_rows,
         max_queue=max_queue,
         kv_memory=kv_memory,
+        prefix_memory=prefix_memory if prefix_cache else prefix_memory or "0",
+        deterministic=deterministic,
+        reuse={"prefix_cache": prefix_cache, "session_ttl_s": session_ttl},
         context=context,
         depth=depth,
         dtype=dtype,
@@ -317,11 +337,14 @@ def _config(
     mtp_gate: str,
     max_queue: int = 64,
     prefill_chunk: int | None = None,
+    prefix_memory: str | None = None,
+    deterministic: bool = False,
+    reuse: dict[str, Any] | None = None,
     log_format: str = "pretty",
     **parts: Any,
 ) -> ServiceConfig:
-    """The options as one checked config. Raises UsageError, SettingError, ConfigError and
-    ModelNotFoundError."""
+    """The options as one checked config; `reuse` is the scheduler's. Raises UsageError,
+    SettingError, ConfigError and ModelNotFoundError."""
     from engine.config import (
         BlasChoice,
         DtypeChoice,
@@ -341,6 +364,7 @@ def _config(
             max_rows=max_rows,
             prefill_chunk=prefill_chunk,
             depth="auto" if fixed is None else fixed,
+            **(reuse or {}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -352,6 +376,8 @@ def _config(
         "mtp_gate": _choice("--mtp-gate", mtp_gate, GateChoice),
         "max_rows": max_rows,
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory),
+        "prefix_memory": None if prefix_memory is None else _or_none(prefix_memory),
+        "deterministic": deterministic,
         "max_depth": MAX_DEPTH if fixed is None else fixed,
         "prefill_chunk": prefill_chunk,
         "context": context,
@@ -366,6 +392,13 @@ def _config(
         model_name=models.display_name(model),
         **parts,
     )
+
+
+def _or_none(size: str) -> int:
+    """Bytes, of which there may be none."""
+    from service.config import parse_bytes
+
+    return 0 if size.strip() == "0" else parse_bytes(size)
 
 
 def _depth(text: str) -> int:

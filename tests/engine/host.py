@@ -47,6 +47,7 @@ class Host:
         """Prompt and output of every row."""
         self.pages: dict[int, list[int]] = {}
         self.points: dict[int, Point] = {}
+        self.guided: set[int] = set()
         self._step = 0
         self._uses: Counter[int] = Counter()
         self._free = list(range(engine.info.pages, 0, -1))
@@ -64,6 +65,8 @@ class Host:
         """Prefill a row, in pieces of `chunk` that also end at each position of `saves` (position
         → boundary id), from the boundary `restore` where one is given."""
         saves, size = saves or {}, self.engine.info.page_size
+        if spec.constraint is not None:
+            self.guided.add(row)
         point = self.points[restore] if restore is not None else Point([], [])
         begin = len(point.tokens)
         assert list(prompt[:begin]) == point.tokens
@@ -103,16 +106,23 @@ class Host:
             self.collect()
 
     def submit_decode(self, *rows: int, depth: int) -> None:
-        """One cycle, not waited for."""
+        """One cycle, not waited for; rows with a constraint in a cohort of their own."""
+        self.submit(
+            decode=self._cohort([row for row in rows if row not in self.guided], depth),
+            guided=self._cohort([row for row in rows if row in self.guided], depth),
+        )
+
+    def _cohort(self, rows: list[int], depth: int) -> DecodeBatch | None:
+        if not rows:
+            return None
         width = max(len(self.pages[row]) for row in rows)
         tables = [self.pages[row] + [0] * (width - len(self.pages[row])) for row in rows]
-        batch = DecodeBatch(
-            rows=rows,
+        return DecodeBatch(
+            rows=tuple(rows),
             pages=np.asarray(tables, np.int32),
             depth=depth,
             limits=(depth,) * len(rows),
         )
-        self.submit(decode=batch)
 
     def finish(self, *rows: int, depth: int) -> None:
         """Cycles until these rows have ended."""

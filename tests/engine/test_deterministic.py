@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,7 @@ from engine.plan import RowSpec, SamplingParams
 from engine.runner import MLXEngine
 from engine.sampling import Shaper
 from tests import checkout
+from tests.engine import slow
 from tests.engine.host import Host, sampled
 from tests.engine.small import engine_over, greedy, small_model
 
@@ -98,6 +100,34 @@ def model() -> Qwen35Model:
 
 def test_bits_do_not_depend_on_company(model: Qwen35Model) -> None:
     check_all(model)
+
+
+def test_rules_and_forms_of_some_are_nothing_to_others(model: Qwen35Model) -> None:
+    """Rows with every kind of rule, in both cohorts, each alone and all together."""
+    counted = SamplingParams(temperature=2.0, seed=4, repetition_penalty=1.5, coupled=True)
+    biased = SamplingParams(temperature=2.0, seed=5, logit_bias=((3, 2.0),), presence_penalty=1.0)
+    specs: dict[int, Callable[[], RowSpec]] = {
+        1: lambda: sampled(TOKENS, 9),
+        2: lambda: RowSpec(sampling=counted, max_tokens=TOKENS, logprobs=2),
+        3: lambda: RowSpec(sampling=biased, max_tokens=TOKENS, min_tokens=3, stop_ids=(7,)),
+        4: lambda: replace(sampled(TOKENS, 6), constraint=slow.Pattern(96, 3, None, 7)),
+        5: lambda: RowSpec(
+            sampling=biased, max_tokens=TOKENS, constraint=slow.Pattern(96, 2, None, 7)
+        ),
+    }
+
+    def run(rows: list[int]) -> dict[int, tuple[list[int], Logits]]:
+        host = new_host(model)
+        for row in rows:
+            host.start(row, [row, *PROMPT], specs[row]())
+        while any(not host.results[row].ended for row in rows):
+            host.decode(*rows, depth=2)
+            rows = rows[::-1]
+        return {row: (host.results[row].tokens, logits_of(host.engine, row)) for row in rows}
+
+    together = run([1, 2, 3, 4, 5])
+    for row in specs:
+        assert all_same([together[row], run([row])[row]]), f"row {row}"
 
 
 def test_every_cycle_has_one_shape(model: Qwen35Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,15 +17,17 @@ from engine.plan import (
     DecodeBatch,
     EngineFailedError,
     PrefillChunk,
+    RowSpec,
+    SamplingParams,
     StepPlan,
     page_array,
 )
 from engine.prefill import Prefill
-from engine.preflight import Estimator, Preflight
+from engine.preflight import Estimator, Preflight, Room
 from engine.rows import RowTable
 from engine.runner import MLXEngine
 from tests.engine.host import Bits, Host, bits, sampled
-from tests.engine.small import engine_over, small_model
+from tests.engine.small import engine_over, greedy, small_model
 
 MIB = 1 << 20
 COSTS = Costs(
@@ -64,6 +67,53 @@ class Memory:
 def test_estimates() -> None:
     assert ESTIMATOR.chunk(5, 3) == 5 * (100 + 24) + 30
     assert ESTIMATOR.cohort(4, 12) == 4 * 1000 + 120
+
+
+def test_estimates_of_rows_that_ask_for_more() -> None:
+    """A vocabulary of 96: 384 bytes of logits per position, 480 of counts per row."""
+    costly = Estimator(costs=replace(ESTIMATOR.costs, logit_bytes=4 * 96), page_size=8)
+    room = Room(replace(Memory().preflight(), estimator=costly), lambda: None)
+    plain = greedy(5)
+    penalty = SamplingParams(presence_penalty=1.0)
+    counted = replace(plain, sampling=penalty)
+    biased = replace(plain, sampling=SamplingParams(logit_bias=((3, 1.0),)))
+    late = replace(plain, min_tokens=2)
+
+    def cohort(*specs: RowSpec) -> int:
+        return room.cohort_bytes(specs, 3, depth=2, shape=None) - 60
+
+    assert cohort(plain, plain) == 2 * 1000
+    for ruled in (biased, late):
+        assert cohort(plain, ruled) == 2 * (1000 + 3 * 6 * 384)
+    assert cohort(plain, counted) == 2 * (1000 + 3 * 6 * 384 + 480)
+
+    def chunk(last: bool, spec: RowSpec) -> int:
+        whole = replace(_chunk(), tokens=np.zeros(200, np.int32), pages=page_array([1]), last=last)
+        return room.chunk_bytes(whole, spec) - 200 * (100 + 8) - 10
+
+    assert chunk(False, plain) == 0
+    assert chunk(True, plain) == 8 * 384
+    assert chunk(False, replace(plain, prompt_logprobs=0)) == 128 * 8 * 384
+    assert Room(None, lambda: None).chunk_bytes(_chunk(), plain) == 0
+
+
+def test_a_row_with_a_penalty_asks_for_its_counts(model: Qwen35Model) -> None:
+    """Where two plain rows fit, a penalised one beside a plain one does not."""
+    costs = replace(ESTIMATOR.costs, logit_bytes=4 * 96)
+    for penalty, fits in ((0.0, True), (1.0, False)):
+        memory = Memory()
+        watch = replace(
+            memory.preflight(), estimator=Estimator(costs=costs, page_size=ESTIMATOR.page_size)
+        )
+        host = Host(engine_over(model, boundaries=4, preflight=watch))
+        host.start(1, PROMPT, sampled(16, 1))
+        params = SamplingParams(temperature=3.0, seed=2, presence_penalty=penalty)
+        host.start(2, [7, 8], RowSpec(sampling=params, max_tokens=16))
+        host.decode(1, depth=DEPTH)
+        memory.used = MIB - 4000
+        host.decode(2, 1, depth=DEPTH)
+        assert (host.results[2].fault is None) == fits
+        assert host.results[1].fault is None
 
 
 def test_room_is_looked_for_before_it_is_refused() -> None:

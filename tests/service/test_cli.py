@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from service.cli import UsageError, _expected, main
-from service.config import ServerConfig, SettingError, parse_bytes
+from service.config import ServerConfig, ServiceConfig, SettingError, parse_bytes
 from service.models import ModelNotFoundError, display_name, resolve
 from service.text.pieces import byte_of_character
 from tests.engine.tiny_checkpoints import write_checkpoint
@@ -111,6 +111,46 @@ def test_options_reach_the_server(served: Served, tmp_path: Path) -> None:
         "speculation.max_depth: must be absent or 0 when mode is off",
     ):
         assert said in wrong.stderr
+
+
+def test_options_of_reuse_reach_engine_and_scheduler(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from service import launch
+
+    seen: list[ServiceConfig] = []
+
+    def serve(config: ServiceConfig, *_: object) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(launch, "serve", serve)
+    options = [
+        [],
+        ["--deterministic", "--prefix-memory", "2MiB", "--no-prefix-cache", "--session-ttl", "9"],
+        ["--prefix-memory", "0"],
+        ["--no-prefix-cache"],
+    ]
+    for arguments in options:
+        monkeypatch.setattr(sys, "argv", ["selfdraft", "serve", "--model", str(model), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    found = [
+        (
+            config.engine.deterministic,
+            config.engine.prefix_memory,
+            config.scheduler.prefix_cache,
+            config.scheduler.session_ttl_s,
+        )
+        for config in seen
+    ]
+    assert found == [
+        (False, None, True, 600),
+        (True, 2 << 20, False, 9),
+        (False, 0, True, 600),
+        (False, 0, False, 600),
+    ]
 
 
 def test_serve_generate_measure_drain(served: Served) -> None:
@@ -213,6 +253,8 @@ def test_a_demo_shows_progress_on_a_terminal(model: Path) -> None:
         (("serve", "--depth", "9"), 2, "--depth: must be auto or 0 … 8, not '9'"),
         (("serve", "--dtype", "int3"), 2, "--dtype: must be one of auto, float32"),
         (("serve", "--kv-memory", "lots"), 2, "is not a size such as 512MiB"),
+        (("serve", "--prefix-memory", "much"), 2, "is not a size such as 512MiB"),
+        (("serve", "--session-ttl", "0"), 2, "session_ttl_s must be > 0 seconds"),
         (("serve", "--port", "70000"), 2, "port: must be in 0 … 65535"),
         (("serve", "--max-rows", "0"), 2, "max_rows"),
         (("serve", "--max-rows", "300"), 2, "max_rows"),
