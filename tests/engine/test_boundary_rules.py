@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engine.cache import PagePool
 from engine.cycle import DecodeCycle
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import PrefillChunk, RowResult, RowSpec, SamplingParams
@@ -16,8 +18,8 @@ from engine.prefill import Prefill, PrefillRow
 from engine.runner import MLXEngine
 from engine.step import Step
 from tests.engine import slow
-from tests.engine.host import Host, bits, sampled
-from tests.engine.small import small_model
+from tests.engine.host import Bits, Host, bits, sampled
+from tests.engine.small import engine_over, small_model
 from tests.engine.test_boundaries import alone, new_host, text
 
 END = 7
@@ -135,3 +137,38 @@ def test_a_kept_row_is_forgotten_with_its_form(model: Qwen35Model) -> None:
     host.keep(1, 1)
     books = host.engine._books
     assert (books.forms, books.reached, books.ends, books.decoding()) == ({}, {}, {}, set())
+
+
+class Mixed(Host):
+    """Every step with a chunk also has a cycle of guided row 101."""
+
+    def submit(self, **parts: Any) -> None:
+        if "prefill" in parts and 101 in self.engine._books.guided:
+            parts["guided"] = self._cohort([101], 3)
+        super().submit(**parts)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_pages_are_copied_before_a_guided_cohort_of_the_same_step(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    if broken:
+        monkeypatch.setattr(PagePool, "copy", lambda self, source, target: [])
+    host = Mixed(engine_over(model, boundaries=4, pages=60))
+    form, prompt = replace(guided(HOT, 4, None), max_tokens=40, stop_ids=()), text(12, 1)
+    host.start(1, prompt, sampled(9, 1), saves={11: 1})
+    host.start(101, text(5, 56), form)
+    host.start(2, [*prompt[:11], *text(9, 2)], sampled(9, 2), restore=1, chunk=2)
+    assert len(host.results[101].tokens) > 5
+    host.finish(1, 2, 101, depth=3)
+    same = [bits(host, row).same(true) for row, true in _alone(model, host).items()]
+    assert same == ([True, False, True] if broken else [True, True, True])
+
+
+def _alone(model: Qwen35Model, host: Host) -> dict[int, Bits]:
+    form = replace(guided(HOT, 4, None), max_tokens=40, stop_ids=())
+    specs = {1: sampled(9, 1), 2: sampled(9, 2), 101: form}
+    return {
+        row: alone(model, host.tokens[row][: -len(host.results[row].tokens)], spec, 3)
+        for row, spec in specs.items()
+    }

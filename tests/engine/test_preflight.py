@@ -26,6 +26,7 @@ from engine.prefill import Prefill
 from engine.preflight import Estimator, Preflight, Room
 from engine.rows import RowTable
 from engine.runner import MLXEngine
+from tests.engine import slow
 from tests.engine.host import Bits, Host, bits, sampled
 from tests.engine.small import engine_over, greedy, small_model
 
@@ -191,6 +192,29 @@ def test_a_row_without_room_in_the_cohort_is_faulted_when_it_joins(
     host.decode(2, 1, depth=DEPTH)
     assert host.results[2].fault is not None
     assert len(host.results[2].tokens) == 1
+    assert neighbour(host).same(true[1])
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_guided_row_without_room_is_faulted_alone(
+    model: Qwen35Model, true: dict[int, Bits], room: bool
+) -> None:
+    """Its cohort runs in the step of the free one, and is asked for on top of that."""
+    memory = Memory()
+    host = Host(engine_over(model, boundaries=4, preflight=memory.preflight()))
+    form = slow.Pattern(96, 3, None, 7)
+    host.start(1, PROMPT, sampled(16, 1))
+    host.start(2, [7, 8], sampled(16, 2, constraint=form))
+    host.decode(1, depth=DEPTH)
+    memory.used = MIB - (3000 if room else 1500)
+    host.decode(2, 1, depth=DEPTH)
+    assert (host.results[2].fault is None) == room
+    assert form.tokens == host.results[2].tokens
+    host.decode(2, 1, depth=DEPTH, even_finished=True)
+    if not room:
+        assert len(form.tokens) == 1
+        assert host.engine._books.decoding() == {1}
+        assert not host.engine._books.forms
     assert neighbour(host).same(true[1])
 
 

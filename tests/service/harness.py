@@ -125,12 +125,13 @@ class Running:
             await anyio.sleep(0.005)
 
     async def until_idle(self) -> None:
-        """Waits until the scheduler and its engine hold nothing of any request, kept prefixes
-        aside."""
+        """Waits until the scheduler and its engine hold nothing of any request but prefixes that
+        others may start from."""
         with anyio.fail_after(5):
             while (
                 (s := self.statistics).running
                 or s.queued_requests
+                or s.rows_held
                 or s.pages_used > s.pages_cached
                 or any(engine.rows for engine in self.engines)
             ):

@@ -22,6 +22,14 @@ from tests.scheduler.fake_engine import FakeEngine
 from tests.service.harness import FIXTURES, VOCAB
 
 INFO = FakeEngine().info
+
+
+class Loaded(FakeEngine):
+    """As `load_engine` returns them."""
+
+    budget: None = None
+
+
 TABLE = CostTable(seconds={(1, 0): 0.04, (1, 3): 0.06, (4, 0): 0.05}, deviation=0.08)
 
 
@@ -150,7 +158,7 @@ async def test_a_clean_stop_teaches_the_next_server(monkeypatch: pytest.MonkeyPa
     """What one server's controller learnt is what the next one's begins with."""
 
     def load(config: EngineConfig, progress: object) -> FakeEngine:
-        return FakeEngine(vocab_size=VOCAB, cost=lambda rows, depth: 0.01 * (1 + depth))
+        return Loaded(vocab_size=VOCAB, cost=lambda rows, depth: 0.01 * (1 + depth))
 
     monkeypatch.setattr("engine.load.load_engine", load)
     config = ServiceConfig(
@@ -180,7 +188,7 @@ async def test_a_foreign_table_keeps_a_server_from_starting(
     engines: list[FakeEngine] = []
 
     def load(config: EngineConfig, progress: object) -> FakeEngine:
-        engines.append(FakeEngine(vocab_size=VOCAB))
+        engines.append(Loaded(vocab_size=VOCAB))
         return engines[-1]
 
     monkeypatch.setattr("engine.load.load_engine", load)
