@@ -182,8 +182,6 @@ class _Setup:
         """The memory plan, and whether verifies keep intermediate recurrent states."""
         import mlx.core as mx
 
-        from engine.padding import padded_rows
-
         config, arch = self.config, self.checkpoint.arch
         context = arch.max_position_embeddings
         if config.context is not None:
@@ -210,10 +208,19 @@ class _Setup:
             context=context,
             kv_memory=config.kv_memory,
             prefix_memory=self.prefix_memory,
-            cycle_rows=padded_rows(config.max_rows) if config.deterministic else 0,
+            cycle_rows=self._cycle_rows,
         )
         context = min(context, budget.pages * config.page_size)
         return _Plan(budget=budget, costs=costs, context=context, keep_states=keep_states)
+
+    @property
+    def _cycle_rows(self) -> int:
+        """Rows of the largest cycle where they are more than `max_rows`, else 0."""
+        from engine.padding import bucket, padded_rows
+
+        if self.config.deterministic:
+            return padded_rows(self.config.max_rows)
+        return bucket(self.config.max_rows) if self.on_gpu else 0
 
     def load_model(self) -> tuple[Qwen35Model, LoadReport]:
         """The model with its weights in place, evaluated."""
@@ -300,6 +307,7 @@ class _Setup:
             chunked_prefill=not self.exact,
             trace=self.trace,
             deterministic=self.config.deterministic,
+            buckets=self.on_gpu,
             preflight=Preflight(
                 estimator=estimator,
                 limit=plan.budget.working_set,

@@ -1,4 +1,10 @@
-"""One shape for every decode cycle (`EngineConfig.deterministic`), and what fills it up.
+"""Shapes of decode cycles and what fills them up: one for all, or a few.
+
+`Buckets`, on a GPU: numbers of rows and pages are rounded up, because every new shape costs there.
+MLX's CUDA attention plans each of them anew, and batches that shrink row by row meet a new one in
+every other cycle.
+
+`Shape`, for `EngineConfig.deterministic`: one shape for every cycle.
 
 Kernels are chosen by shape, so at one shape a row's result does not depend on how many others there
 are. It may still depend on which: OpenBLAS (0.3.21, AVX-512) sums the rows of a product in another
@@ -9,7 +15,7 @@ every place; where places differ, rows run one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -101,6 +107,42 @@ class Shape:
             counts=mx.zeros((1, 0), mx.int32),
             prompted=mx.zeros((1, 0), mx.bool_),
         )
+
+
+ROW_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of rows that cycles in buckets come in."""
+COLUMN_TOKENS = 256
+"""Page tables in buckets cover multiples of this."""
+
+
+def bucket(rows: int) -> int:
+    """Rows of the cycle that runs this many."""
+    return next((step for step in ROW_STEPS if step >= rows), rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets(Shape):
+    """A few shapes: `rows` and `columns` are the largest. Depths stay as planned."""
+
+    page_size: int
+
+    def pad(self, batch: DecodeBatch) -> DecodeBatch:
+        """The same cohort with stand-ins up to the next number of rows, and null pages."""
+        count = len(batch.rows)
+        missing = bucket(count) - count
+        tile = max(1, COLUMN_TOKENS // self.page_size)
+        filled = min(-batch.pages.shape[1] % tile, max(0, self.columns - batch.pages.shape[1]))
+        return replace(
+            batch,
+            rows=batch.rows + tuple(FIRST_PAD - index for index in range(missing)),
+            pages=np.pad(batch.pages, ((0, missing), (0, filled)), constant_values=NULL_PAGE),
+            limits=batch.limits + (0,) * missing,
+        )
+
+    @staticmethod
+    def spec(row: int) -> RowSpec:
+        """Specification of a stand-in: the plainest."""
+        return _SPECS[0]
 
 
 def places_agree(shape: Shape, model: Qwen35Model, cycle: DecodeCycle, row: RowArrays) -> bool:

@@ -41,7 +41,7 @@ from engine.checks import PlanCheck
 from engine.cycle import DecodeCycle
 from engine.executor import Executor
 from engine.models.qwen3_5 import Qwen35Model
-from engine.padding import Shape, padded_rows, places_agree
+from engine.padding import Buckets, Shape, padded_rows, places_agree
 from engine.plan import (
     DecodeBatch,
     EngineFailedError,
@@ -88,10 +88,12 @@ class MLXEngine(BoundaryCalls):
         chunked_prefill: bool = False,
         trace: bool = False,
         deterministic: bool = False,
+        buckets: bool = False,
         preflight: Preflight | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """`deterministic`: see `EngineConfig`. `preflight` None never asks for room."""
+        """`deterministic`: see `EngineConfig`; `buckets`: `engine.padding`. `preflight` None never
+        asks for room."""
         self.budget = budget
         """What the engine was planned to hold."""
         self._model = model
@@ -122,7 +124,7 @@ class MLXEngine(BoundaryCalls):
             books=self._books,
             boundaries=self._boundaries,
             room=Room(preflight, self._wait),
-            shape=self._one_shape() if deterministic else None,
+            shape=self._shape(deterministic=deterministic, buckets=buckets),
             trace=trace,
         )
         self._executor: Executor | None = None
@@ -173,6 +175,26 @@ class MLXEngine(BoundaryCalls):
         """Run what evaluates by itself."""
         return job() if self._executor is None else self._executor.call(job)
 
+    def _shape(self, *, deterministic: bool, buckets: bool) -> Shape | None:
+        if deterministic:
+            return self._one_shape()
+        if not buckets:
+            return None
+        info = self._info
+        shape = Buckets(
+            rows=max(2, info.max_rows),
+            columns=pages_needed(info.context_length, info.page_size),
+            depth=0,
+            page_size=info.page_size,
+        )
+        self._add_pads(shape, shape.stand_in(self._model, mtp=info.max_depth > 0))
+        return shape
+
+    def _add_pads(self, shape: Shape, pad: RowArrays) -> None:
+        pads = {row: shape.spec(row) for row in (FIRST_PAD - i for i in range(shape.rows))}
+        for table in (self._books.free, self._books.guided):
+            table.add_pads(pads, pad)
+
     def _one_shape(self) -> Shape:
         info = self._info
         columns = pages_needed(info.context_length, info.page_size)
@@ -180,9 +202,7 @@ class MLXEngine(BoundaryCalls):
         pad = shape.stand_in(self._model, mtp=info.max_depth > 0)
         if not places_agree(shape, self._model, self._cycle, pad):
             return replace(shape, rows=1)
-        pads = {row: shape.spec(row) for row in (FIRST_PAD - i for i in range(shape.rows))}
-        for table in (self._books.free, self._books.guided):
-            table.add_pads(pads, pad)
+        self._add_pads(shape, pad)
         return shape
 
     def submit(self, plan: StepPlan) -> None:
