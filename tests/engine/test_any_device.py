@@ -27,9 +27,9 @@ from engine.runner import MLXEngine
 from engine.solo import SoloResult, generate
 from tests.engine.small import OracleCycle, engine_over, greedy, prompts, small_model
 
-ALLOWANCE = 0.05
+ALLOWANCE = 0.1
 """Nats. On an H200, whose float32 products are TF32, two batch sizes differed by up to 0.024 in the
-small model's logits, which span some 30."""
+small model's logits token by token and by up to 0.053 as one block; they span some 30."""
 LEAST = 0.7
 TOKENS = 32
 ROWS = 5
