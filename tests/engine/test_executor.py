@@ -140,8 +140,8 @@ def test_the_gap_is_what_the_device_waits(
         return began, time.perf_counter()
 
     monkeypatch.setattr(runner, "_evaluate", slowly)
-    assert median_gap(threaded(executor), in_flight=2) < 0.01
-    assert median_gap(threaded(executor), in_flight=1, between=lambda: time.sleep(0.03)) > 0.03
+    assert median_gap(threaded(executor), in_flight=2) < 0.02
+    assert median_gap(threaded(executor), in_flight=1, between=lambda: time.sleep(0.06)) > 0.06
 
 
 def median_gap(
