@@ -4,7 +4,7 @@
         result = model.generate([1, 2, 3], max_tokens=50, temperature=0.7, seed=1)
         print(result.tokens, result.acceptance)
 
-Everything happens on the calling thread, which must be the one that loaded the model.
+Calls come from the thread that loaded the model; the device has a thread of its own.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LoadedModel:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back; idempotent. Off the main thread MLX is of no use afterwards."""
+        """Give the memory back; idempotent."""
         self._engine.close()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +20,7 @@ from engine.plan import EngineInfo, SavedPrefix
 T = TypeVar("T")
 
 
-class BoundaryCalls:
+class BoundaryCalls(ABC):
     """Part of `engine.runner.MLXEngine`, which has the state and the checks."""
 
     _boundaries: BoundaryStore
@@ -28,14 +29,14 @@ class BoundaryCalls:
     _model: Qwen35Model
     _pools: list[PagePool]
 
-    def _check_alive(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_alive(self) -> None: ...
 
-    def _check_idle(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_idle(self) -> None: ...
 
-    def _on_device(self, job: Callable[[], T]) -> T:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_device(self, job: Callable[[], T]) -> T: ...
 
     def export_boundary(
         self, boundary: int, saved: SavedPrefix, pages: NDArray[np.int32], path: Path

@@ -189,7 +189,8 @@ class _Setup:
         working_set = device_working_set(mx.device_info(), on_gpu=self.on_gpu)
         state = arch.value_dim * arch.linear_key_head_dim * 4 * arch.linear_layers
         states = state * config.max_rows * (config.max_depth + 1)
-        keep_states = states <= working_set // STATES_SHARE
+        # A verify that runs as one block makes no intermediate states (`run_in_blocks`).
+        keep_states = self.exact and states <= working_set // STATES_SHARE
         costs = estimate(
             arch,
             weight_bytes=weight_bytes,

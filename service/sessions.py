@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service.backend import Backend
@@ -19,8 +17,8 @@ def release_session(
     check_known(request, complain)
     check_id("session_id", request.session_id, complain, limits)
     complain.raise_found()
-    scheduler: Any = backend.scheduler
-    return pb.ReleaseSessionResponse(released=scheduler.release_session(request.session_id))
+    released = backend.scheduler.release_session(request.session_id)
+    return pb.ReleaseSessionResponse(released=released)
 
 
 def list_sessions(
@@ -30,7 +28,6 @@ def list_sessions(
     complain = Violations()
     check_known(request, complain)
     complain.raise_found()
-    scheduler: Any = backend.scheduler
     return pb.ListSessionsResponse(
         sessions=[
             pb.Session(
@@ -39,6 +36,6 @@ def list_sessions(
                 pages=session.pages,
                 expires_in_seconds=max(session.expires_at - now, 0.0),
             )
-            for session in scheduler.sessions()
+            for session in backend.scheduler.sessions()
         ]
     )

@@ -20,6 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import cycle as cycle_module
+from engine.cache import RecurrentState, RecurrentTrail
 from engine.models import delta, delta_block
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import RowSpec, SamplingParams
@@ -116,14 +117,13 @@ def test_greedy_text_is_the_same_with_the_prompt_in_pieces(reference: Reference)
     reference.check(2, chunk=7)
 
 
-def _kept_one_short(trail: object, count: mx.array) -> object:
-    return delta.keep_prefix(trail, mx.maximum(count - 1, 0))  # type: ignore[arg-type]
+def _kept_one_short(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
+    return delta.keep_prefix(trail, mx.maximum(count - 1, 0))
 
 
-def _conv_never_rolled_back(trail: object, count: mx.array) -> object:
-    right = delta.keep_prefix(trail, count)  # type: ignore[arg-type]
-    last = trail.rows[:, -right.conv.shape[1] :]  # type: ignore[attr-defined]
-    return type(right)(conv=last, memory=right.memory)
+def _conv_never_rolled_back(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
+    right = delta.keep_prefix(trail, count)
+    return RecurrentState(conv=delta.keep_all(trail).conv, memory=right.memory)
 
 
 @pytest.mark.parametrize("fault", [_kept_one_short, _conv_never_rolled_back])

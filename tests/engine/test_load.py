@@ -216,3 +216,17 @@ def test_a_closed_engine_refuses(folder: Path) -> None:
     engine.close()
     with pytest.raises(EngineFailedError):
         engine.submit(StepPlan(step=0))
+
+
+def test_one_block_verifies_are_not_charged_for_states(folder: Path) -> None:
+    """Where a verify makes no intermediate states, none are planned for."""
+    plain, blocks = load_engine(config(folder)), load_engine(config(folder, blas="auto"))
+    assert plain.budget is not None
+    assert blocks.budget is not None
+    sizes = [
+        next(row.bytes for row in budget.rows if row.name == "transient")
+        for budget in (plain.budget, blocks.budget)
+    ]
+    assert plain._cycle._keep_states
+    assert not blocks._cycle._keep_states
+    assert sizes[1] != sizes[0]
