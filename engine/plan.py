@@ -125,6 +125,10 @@ class RowSpec:
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first. Such a row's prompt starts at 0: a restored
     prefix has no logits."""
+    output_start: int | None = None
+    """Prompt tokens at this position and after it count as output: frequency and presence penalties
+    count them (a row that was preempted goes on with what it had emitted as the end of its prompt).
+    `max_tokens` and `min_tokens` are of what is still to come. None: the whole prompt is prompt."""
     constraint: Constraint | None = None
     """Rows with one decode in `StepPlan.guided`, the others in `StepPlan.decode`."""
 

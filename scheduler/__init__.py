@@ -2,7 +2,7 @@
 on a device, no network, and no clock it was not given."""
 
 from scheduler.admission import Limits
-from scheduler.config import SchedulerConfig
+from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.core import SchedulerCore
 from scheduler.costs import CostTable
 from scheduler.loop import RequestHandle, Scheduler, StepRecord
@@ -14,6 +14,7 @@ from scheduler.request import (
     GenerationRequest,
     InvalidRequestError,
     NotRunningError,
+    Priority,
     QueueFullError,
     SubmitError,
     Tokens,
@@ -33,6 +34,7 @@ __all__ = [
     "Limits",
     "NoRoomError",
     "NotRunningError",
+    "Priority",
     "QueueFullError",
     "RequestHandle",
     "Scheduler",
@@ -42,6 +44,7 @@ __all__ = [
     "Statistics",
     "StepRecord",
     "SubmitError",
+    "TenantPolicy",
     "Tokens",
     "UnknownSessionError",
     "Usage",

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.plan import MAX_DEPTH, EngineInfo
 from scheduler.costs import CostTable
+from scheduler.request import Priority
 
 Depth = Literal["auto"] | int
 """`"auto"`, or a fixed number of drafts per cycle in 0 … 8."""
 
 LoopKind = Literal["plain", "pipelined"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPolicy:
+    """What one tenant may have. ValueError names the field that is out of range."""
+
+    weight: float = 1.0
+    """Share of the served tokens, relative to other tenants that have work."""
+
+    max_rows: int | None = None
+    """Rows at once; None leaves it to the machine. Its further requests wait."""
+
+    max_queued_tokens: int | None = None
+    """Prompt tokens that may wait; None leaves it to the queue. More are refused."""
+
+    max_priority: Priority = Priority.INTERACTIVE
+    """Requests of a higher class count as this one."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError("weight must be finite and > 0")
+        for name in ("max_rows", "max_queued_tokens"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +65,24 @@ class SchedulerConfig:
     prefill_chunk: int | None = None
     """Prompt tokens per step over all rows, and where prompts are cut. It bounds how long a decode
     cycle can be held up by somebody's prompt. None takes the engine's own."""
+
+    tenants: Mapping[str, TenantPolicy] = field(default_factory=dict)
+    """Policies by tenant; others get `default_tenant`."""
+
+    default_tenant: TenantPolicy = TenantPolicy()
+
+    ageing_s: float = 30.0
+    """Seconds of waiting that lift a request by one priority class: what bounds starvation."""
+
+    max_token_gap_s: float | None = None
+    """Most seconds that a step with prefill may take, as estimated, while some row decodes: how
+    long a running stream may wait for its next tokens because of somebody's prompt. Prefill keeps
+    `prefill_share` of the time even where that is longer. None: chunks are as long as
+    `prefill_chunk` allows."""
+
+    prefill_share: float = 0.25
+    """Share of the device's time, in [0, 1], that prompts get at least while rows decode and
+    prompts wait."""
 
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
@@ -86,9 +130,13 @@ class SchedulerConfig:
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         seconds = ("slow_reader_timeout_s", "session_ttl_s", "close_timeout_s", "rate_window_s")
-        for name in seconds:
+        for name in (*seconds, "ageing_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0 seconds")
+        if self.max_token_gap_s is not None and not self.max_token_gap_s > 0:
+            raise ValueError("max_token_gap_s must be > 0 seconds")
+        if not 0 <= self.prefill_share <= 1:
+            raise ValueError("prefill_share must be in [0, 1]")
         if self.depth != "auto" and not (
             isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH
         ):

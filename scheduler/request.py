@@ -8,7 +8,7 @@ from `submit`, before anything was queued, or tells the end of an accepted reque
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from engine.plan import Constraint, Logprobs, SamplingParams
 
@@ -36,6 +36,16 @@ class FinishReason(StrEnum):
     """The server is stopping and its drain time is over."""
     ENGINE_FAILED = "engine_failed"
     """The engine is beyond use."""
+
+
+class Priority(IntEnum):
+    """Class of a request; a higher one goes first, and ageing lifts who waits."""
+
+    BATCH = 0
+    """Nobody waits for it: it takes what others leave."""
+    DEFAULT = 1
+    INTERACTIVE = 2
+    """Somebody reads along."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +79,10 @@ class GenerationRequest:
     beyond what the engine promises of equal prefixes (design, 3.6)."""
     session_id: str | None = None
     """Keep the end of this request for the session's next turn, until TTL or pressure end it."""
+    priority: Priority = Priority.DEFAULT
+    tenant: str = ""
+    """On whose account its tokens go: fair share and limits are per tenant. "" is everybody who
+    names none."""
     group: str | None = None
     """Requests of one group have the same prompt (parallel samples): the first one's prefill is
     shared, and the others wait for it. None: no group."""
@@ -92,6 +106,8 @@ class Usage:
     """[j]: cycles in which draft j+1 was up for acceptance."""
     accepted_per_position: tuple[int, ...] = ()
     """[j]: cycles in which draft j+1 was accepted; as long as `drafted_per_position`."""
+    preemptions: int = 0
+    """Times it gave up its row and was recomputed later."""
     submitted_at: float = 0.0
     started_at: float | None = None
     """When its first prefill chunk was planned."""
