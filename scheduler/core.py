@@ -519,6 +519,9 @@ class SchedulerCore:
             queued_tokens=self._queue.tokens,
             running=len(running),
             prefilling=sum(s.first_token_at is None for s in running),
+            prefilling_tokens=sum(
+                len(s.prompt) - s.cached for s in running if s.first_token_at is None
+            ),
             paused=sum(s.paused_at is not None for s in running),
             guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),

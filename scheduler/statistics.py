@@ -25,6 +25,9 @@ class Statistics:
     running: int
     """Started requests that have not ended, prefilling and paused ones included."""
     prefilling: int
+    prefilling_tokens: int
+    """Prompt tokens of running requests without a first token yet, those from a saved prefix not
+    counted."""
     paused: int
     """Running requests whose reader does not keep up."""
     guided_rows: int
