@@ -100,6 +100,9 @@ class ServerConfig:
     metrics_port: int | None = 9464
     """Port of the Prometheus endpoint on the same host; 0 takes a free one, None serves none."""
 
+    gateway: bool = True
+    """Speak the Shepherd Model Gateway's protocol on the gRPC port as well."""
+
     max_concurrent_rpcs: int = 1024
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
 

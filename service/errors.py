@@ -40,6 +40,8 @@ class Reason(StrEnum):
     DRAINING = "DRAINING"
     ENGINE_FAILED = "ENGINE_FAILED"
     GRAMMAR_LIMIT = "GRAMMAR_LIMIT"
+    EVENTS_EXPIRED = "EVENTS_EXPIRED"
+    EVENTS_MISSED = "EVENTS_MISSED"
     ROW_FAULT = "ROW_FAULT"
     INTERNAL = "INTERNAL"
 
@@ -56,6 +58,8 @@ STATUS: Final[Mapping[Reason, grpc.StatusCode]] = {
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.ENGINE_FAILED: grpc.StatusCode.UNAVAILABLE,
     Reason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.EVENTS_EXPIRED: grpc.StatusCode.OUT_OF_RANGE,
+    Reason.EVENTS_MISSED: grpc.StatusCode.DATA_LOSS,
     Reason.ROW_FAULT: grpc.StatusCode.INTERNAL,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }

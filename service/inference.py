@@ -43,10 +43,16 @@ class InferenceServicer:
         self._logger = logger
         self._clock = clock
         self._submissions = Submissions(retry_after_s=config.server.retry_after_s)
+        self._started_at = clock()
         self.active = 0
         """`Generate` calls being answered."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the server started."""
+        return self._clock() - self._started_at
 
     async def wait_idle(self) -> None:
         """Returns when no `Generate` call is being answered."""
@@ -55,12 +61,19 @@ class InferenceServicer:
     # --- Generate --------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Streams one generation; writes its log line whatever happens."""
+        """Streams one generation."""
+        await self.generate(request, context, Violations())
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Context, complain: Violations
+    ) -> None:
+        """Streams one generation; writes its log line whatever happens. `complain` holds what was
+        wrong with it in the form it came in."""
         record = self._record(request, context)
         self._open()
         error: ServiceError | None = None
         try:
-            await self._generate(request, context, record)
+            await self._generate(request, context, record, complain)
         except ServiceError as refusal:
             error = refusal
         except asyncio.CancelledError:
@@ -74,13 +87,18 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _generate(
-        self, request: pb.GenerateRequest, context: Context, record: RequestRecord
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        record: RequestRecord,
+        complain: Violations,
     ) -> None:
         try:
             backend = self._door.enter()
             prepared = await prepare(
                 request,
                 backend,
+                complain,
                 limits=self._config.limits,
                 request_id=record.request_id,
                 deadline=self._deadline(context),
@@ -153,9 +171,13 @@ class InferenceServicer:
             check_id("request_id", request.request_id, complain, self._config.limits)
             complain.raise_found()
             self._door.look()
-            return pb.AbortResponse(aborted=self._submissions.abort(request.request_id))
+            return pb.AbortResponse(aborted=self.abort(request.request_id))
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a live request; False when there is none of this id."""
+        return self._submissions.abort(request_id)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Text or chat to ids."""
@@ -166,7 +188,7 @@ class InferenceServicer:
             length = backend.scheduler.info.context_length
             return pb.TokenizeResponse(token_ids=ids, context_length=length)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
@@ -178,7 +200,7 @@ class InferenceServicer:
             text = await decode_ids(request, backend.tokenizer, info=backend.scheduler.info)
             return pb.DetokenizeResponse(text=text)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
@@ -191,7 +213,7 @@ class InferenceServicer:
             complain.raise_found()
             return model_info(self._door.look(), self._config.limits)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def ReleaseSession(  # noqa: N802
         self, request: pb.ReleaseSessionRequest, context: Context
@@ -201,7 +223,7 @@ class InferenceServicer:
         async def answer() -> pb.ReleaseSessionResponse:
             return release_session(request, self._door.look(), self._config.limits)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def ListSessions(  # noqa: N802
         self, request: pb.ListSessionsRequest, context: Context
@@ -211,9 +233,10 @@ class InferenceServicer:
         async def answer() -> pb.ListSessionsResponse:
             return list_sessions(request, self._door.look(), self._clock())
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
-    async def _answer(self, context: Context, answer: Callable[[], Awaitable[T]]) -> T:
+    async def answer(self, context: Context, answer: Callable[[], Awaitable[T]]) -> T:
+        """What `answer` returns; ends the call with the error it raises instead."""
         try:
             return await answer()
         except ServiceError as refusal:

@@ -55,13 +55,14 @@ class Prepared:
 async def prepare(
     request: pb.GenerateRequest,
     backend: Backend,
+    complain: Violations,
     *,
     limits: RequestLimits,
     request_id: str,
     deadline: float | None,
 ) -> Prepared:
-    """Checks and tokenizes `request`. Raises ServiceError with every violation at once."""
-    complain = Violations()
+    """Checks and tokenizes `request`. Raises ServiceError with every violation at once, those in
+    `complain` before included."""
     scheduler = backend.scheduler
     check_known(request, complain)
     if request.HasField("request_id"):

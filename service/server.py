@@ -28,6 +28,7 @@ from scheduler.statistics import Statistics
 from service.backend import Backend, Door
 from service.config import ServiceConfig
 from service.decoding import DecodeInterceptor
+from service.gateway import servicer as gateway
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
 from service.logs import Logger
@@ -141,9 +142,10 @@ class Server:
         register: Any = selfdraft_pb2_grpc.add_InferenceServicer_to_server
         register(servicer, server)
         self.servicer = servicer
-        health = Health()
+        more = self._register_gateway(server, servicer)
+        health = Health(*more)
         await health.register(server)
-        names = (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        names = (SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         port = _bind(server, server_config.host, server_config.port)
         async with self._exporter() as metrics_port:
@@ -159,6 +161,15 @@ class Server:
                 with anyio.CancelScope(shield=True):
                     await health.set(serving=False)
                     await server.stop(_FLUSH_S)
+
+    def _register_gateway(
+        self, server: grpc.aio.Server, servicer: InferenceServicer
+    ) -> tuple[str, ...]:
+        """The gateway's protocol, unless it is off. Returns the names of services added."""
+        if not self._config.server.gateway:
+            return ()
+        gateway.register(server, inference=servicer, door=self.door, config=self._config)
+        return (gateway.SERVICE,)
 
     async def _cancel_loading(self, scope: anyio.CancelScope) -> None:
         """A model that takes minutes to load must not keep the process from stopping."""
