@@ -13,11 +13,13 @@ from service.backend import Door
 from service.config import ServiceConfig
 from service.endings import Context, abort, gone
 from service.errors import Reason, ServiceError
+from service.loads import loads
 from service.logs import Logger, RequestRecord, total, trace_context
 from service.metrics import Metrics
 from service.modelinfo import model_info
 from service.prompt import decode_ids, encode_input, prepare
 from service.relay import Relay
+from service.serverinfo import server_info
 from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
 from service.validation import Violations, check_id, check_known
@@ -44,6 +46,8 @@ class InferenceServicer:
         self._clock = clock
         self._submissions = Submissions(retry_after_s=config.server.retry_after_s)
         self._started_at = clock()
+        self.services: tuple[str, ...] = ()
+        """Names of the services on the port, once all are known."""
         self.active = 0
         """`Generate` calls being answered."""
         self._idle = asyncio.Event()
@@ -171,13 +175,9 @@ class InferenceServicer:
             check_id("request_id", request.request_id, complain, self._config.limits)
             complain.raise_found()
             self._door.look()
-            return pb.AbortResponse(aborted=self.abort(request.request_id))
+            return pb.AbortResponse(aborted=self._submissions.abort(request.request_id))
 
         return await self.answer(context, answer)
-
-    def abort(self, request_id: str) -> bool:
-        """Ends a live request; False when there is none of this id."""
-        return self._submissions.abort(request_id)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Text or chat to ids."""
@@ -232,6 +232,39 @@ class InferenceServicer:
 
         async def answer() -> pb.ListSessionsResponse:
             return list_sessions(request, self._door.look(), self._clock())
+
+        return await self.answer(context, answer)
+
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, context: Context
+    ) -> pb.GetLoadsResponse:
+        """How busy the server is."""
+
+        async def answer() -> pb.GetLoadsResponse:
+            complain = Violations()
+            check_known(request, complain)
+            complain.raise_found()
+            return loads(self._door.look().scheduler.statistics())
+
+        return await self.answer(context, answer)
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """What the server is."""
+
+        async def answer() -> pb.GetServerInfoResponse:
+            complain = Violations()
+            check_known(request, complain)
+            complain.raise_found()
+            return server_info(
+                self._door.look(),
+                self._config,
+                state=self._door.state,
+                active=self.active,
+                uptime_s=self.uptime_s,
+                services=self.services,
+            )
 
         return await self.answer(context, answer)
 

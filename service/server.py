@@ -147,6 +147,7 @@ class Server:
         await health.register(server)
         names = (SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+        servicer.services = names
         port = _bind(server, server_config.host, server_config.port)
         async with self._exporter() as metrics_port:
             await server.start()

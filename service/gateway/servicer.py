@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 import anyio.to_thread
 import grpc
 import grpc.aio
+from selfdraft.v1 import selfdraft_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
@@ -75,15 +76,9 @@ class GatewayServicer:
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
         """Ends live requests; those that are not live are none of its business."""
-
-        async def answer() -> vllm.AbortResponse:
-            check(request)
-            self._door.look()
-            for request_id in request.request_ids:
-                self._inference.abort(request_id)
-            return vllm.AbortResponse()
-
-        return await self._inference.answer(context, answer)
+        for request_id in request.request_ids:
+            await self._inference.Abort(pb.AbortRequest(request_id=request_id), context)
+        return vllm.AbortResponse()
 
     # --- what and how ----------------------------------------------------------------------------
 
