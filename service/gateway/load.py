@@ -39,15 +39,16 @@ class LoadRecords:
         self._info = info
         self._sample = 0
         self._steps = -1
+        self._busy = False
         self._quiet_since = 0.0
         self._silence_s: float | None = None
 
     def observe(self, now: Statistics) -> None:
         """Look whether the engine has stepped. Once before each `record`, as often as one likes."""
         busy = bool(now.running or now.queued_requests)
-        if now.steps != self._steps or not busy:
-            self._steps = now.steps
+        if now.steps != self._steps or not (busy and self._busy):
             self._quiet_since = now.at
+        self._steps, self._busy = now.steps, busy
         self._silence_s = now.at - self._quiet_since if busy else None
 
     def record(self, now: Statistics, *, load_only: bool, telemetry: bool) -> common.EngineLoad:

@@ -47,7 +47,7 @@ async def test_a_stream_is_our_own_in_other_messages() -> None:
 
 async def test_without_streaming_everything_is_in_complete() -> None:
     async with running() as up, connected(up) as stub:
-        asked = {"seed": 1, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
+        asked: dict[str, Any] = {"seed": 1, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
         chunks, _ = await read(stub.Generate(ask(**asked)))
         request = ask(stream=False, **asked)
         none, [complete] = await read(stub.Generate(request))
@@ -155,7 +155,8 @@ async def test_what_is_asked_for_reaches_the_engine() -> None:
         sampling = spec.sampling
         assert sampling.temperature == pytest.approx(0.7)
         assert sampling.top_p == pytest.approx(0.9)
-        assert (sampling.top_k, sampling.min_p) == (40, pytest.approx(0.05))
+        assert sampling.top_k == 40
+        assert sampling.min_p == pytest.approx(0.05)
         assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.5)
         assert sampling.repetition_penalty == 1.25
         assert dict(sampling.logit_bias) == {7: 1.5, 9: -100.0}
