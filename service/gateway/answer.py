@@ -21,8 +21,11 @@ class Answer:
         self._context = context
         self._stream = request.stream
         self._prompt_tokens = len(request.tokenized.input_ids)
+        self._sequences = max(request.sampling_params.n, 1)
         self._whole: dict[int, vllm.GenerateComplete] = {}
         """By index, of a call that is answered at its end: what will be in `complete`."""
+        self._ended: dict[int, vllm.GenerateComplete] = {}
+        """By index, of such a call: `complete`s that wait for the others."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -34,13 +37,23 @@ class Answer:
     async def write(self, message: pb.GenerateResponse) -> None:
         """Sends what a message is for the gateway: nothing, when it waits for the end."""
         if message.HasField("complete"):
-            complete = self._complete(message.complete)
-            await self._context.write(vllm.GenerateResponse(complete=complete))
+            await self._end(self._complete(message.complete))
         elif not self._stream:
             self._keep(message.chunk)
         elif message.chunk.token_ids:  # text alone is nothing: the gateway detokenizes itself
             chunk = self._chunk(message.chunk)
             await self._context.write(vllm.GenerateResponse(chunk=chunk))
+
+    async def _end(self, complete: vllm.GenerateComplete) -> None:
+        """Sends `complete`: of a call that is answered at its end after those before it, because
+        the gateway then takes their order for their index."""
+        if self._stream:
+            await self._context.write(vllm.GenerateResponse(complete=complete))
+            return
+        self._ended[complete.index] = complete
+        if len(self._ended) == self._sequences:
+            for _, ended in sorted(self._ended.items()):
+                await self._context.write(vllm.GenerateResponse(complete=ended))
 
     def _chunk(self, chunk: pb.GenerateStreamChunk) -> vllm.GenerateStreamChunk:
         ours = vllm.GenerateStreamChunk(
