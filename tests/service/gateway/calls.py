@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -58,13 +59,14 @@ async def read(call: Any) -> tuple[list[Any], list[Any]]:
 
 
 async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    """The error that a call ends with."""
+    """The error that a call ends with, within seconds."""
     try:
-        if hasattr(call, "__aiter__"):
-            async for _ in call:
-                pass
-        else:
-            await call
+        with anyio.fail_after(3):
+            if hasattr(call, "__aiter__"):
+                async for _ in call:
+                    pass
+            else:
+                await call
     except grpc.aio.AioRpcError as error:
         return error
     raise AssertionError("the call went well")

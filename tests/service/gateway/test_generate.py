@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import grpc
 import jsonschema
 import pytest
+from selfdraft.v1 import selfdraft_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
+from service.gateway.answer import Answer
 from tests.service.gateway.calls import PROMPT, ask, connected, neutral, read, refusal
 from tests.service.harness import (
     EOS,
@@ -117,6 +119,25 @@ async def test_several_sequences(stream: bool) -> None:
         assert [len(text) for text in texts.values()] == [20, 20, 20]
         seeds = [spec.sampling.seed for spec in up.engines[0].specs()]
         assert sorted(seeds) == [5, 6, 7]
+
+
+async def test_samples_that_end_in_another_order_are_answered_in_theirs() -> None:
+    """Answered at its end, the gateway takes the order of `complete`s for their index."""
+    sent: list[Any] = []
+
+    class Context:
+        async def write(self, message: Any) -> None:
+            sent.append(message.complete)
+
+    answer = Answer(cast(Any, Context()), ask(stream=False, n=3))
+    for index in (2, 0, 1):
+        chunk = pb.GenerateStreamChunk(index=index, token_ids=[index, index])
+        await answer.write(pb.GenerateResponse(chunk=chunk))
+    for index in (1, 2, 0):
+        assert not sent
+        complete = pb.GenerateComplete(index=index, finish_reason="length")
+        await answer.write(pb.GenerateResponse(complete=complete))
+    assert [(c.index, list(c.output_ids)) for c in sent] == [(n, [n, n]) for n in range(3)]
 
 
 async def test_neutral_values_mean_absent() -> None:

@@ -54,19 +54,21 @@ async def test_health_follows_the_servers_life() -> None:
         running(with_tokenizer=slow_tokenizer, ready=False, step_s=0.002) as up,
         connected(up) as stub,
     ):
-        # Not an answer: whoever answers is registered, and asked for its model.
-        error = await refusal(stub.HealthCheck(vllm.HealthCheckRequest()))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        for call in (
-            stub.GetModelInfo(vllm.GetModelInfoRequest()),
-            stub.GetServerInfo(vllm.GetServerInfoRequest()),
-            stub.GetLoads(vllm.GetLoadsRequest()),
-            stub.GetTokenizer(common.GetTokenizerRequest()),
-            stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()),
-            stub.Generate(ask()),
-        ):
-            assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-        gate.set()
+        try:
+            # Not an answer: whoever answers is registered, and asked for its model.
+            error = await refusal(stub.HealthCheck(vllm.HealthCheckRequest()))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            for call in (
+                stub.GetModelInfo(vllm.GetModelInfoRequest()),
+                stub.GetServerInfo(vllm.GetServerInfoRequest()),
+                stub.GetLoads(vllm.GetLoadsRequest()),
+                stub.GetTokenizer(common.GetTokenizerRequest()),
+                stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()),
+                stub.Generate(ask()),
+            ):
+                assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            gate.set()
         with anyio.fail_after(5):
             await up.server.ready.wait()
         health = await stub.HealthCheck(vllm.HealthCheckRequest())
