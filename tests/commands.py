@@ -44,5 +44,7 @@ def unknown(words: list[str]) -> list[str]:
     named = words[1] if len(words) > 1 and not words[1].startswith("-") else ""
     if named not in options():
         return [f"selfdraft {named}"]
+    if "--" in words:  # what follows is somebody else's
+        words = words[: words.index("--")]
     given = [word.split("=")[0] for word in words[1:] if word.startswith("-") and word != "-"]
     return [f"selfdraft {named} {option}" for option in given if option not in options()[named]]
