@@ -81,6 +81,8 @@ class GatewayConfig:
             *("--policy", self.policy),
             # A worker that was restarted is back in seconds, not after smg's minute.
             *("--health-check-interval-secs", "5", "--worker-startup-check-interval", "2"),
+            # One step of a large model's prompt can take seconds; smg's own limit is 3.
+            *("--worker-wedge-secs", "15"),
             *("--worker-urls", *(f"grpc://{worker}" for worker in self.workers)),
             *self.options,
         ]

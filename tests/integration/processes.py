@@ -44,8 +44,7 @@ class Worker(Process):
     def __init__(self, *arguments: str) -> None:
         super().__init__(
             *("serve", "--port", "0", "--no-metrics", "--log-format", "json"),
-            # The BLAS whose results do not depend on who else is in a batch.
-            *("--blas", "reference", "--cost-table", "off", "--depth", "2", *arguments),
+            *("--cost-table", "off", "--depth", "2", *arguments),
         )
         self.target = ""
 

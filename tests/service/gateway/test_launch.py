@@ -51,6 +51,7 @@ def test_the_command_is_one_that_smg_takes() -> None:
     assert (taken.host, taken.port, taken.policy) == ("127.0.0.1", 8000, "cache_aware")
     assert (taken.prometheus_host, taken.prometheus_port) == ("127.0.0.1", 8001)
     assert taken.log_level == "warn"
+    assert taken.worker_wedge_secs > 3
 
 
 def test_without_smg_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
