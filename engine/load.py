@@ -119,6 +119,7 @@ def _load(
     plan = setup.budget(planned)
     _limit_memory(plan.budget)
     stage(1)
+    compiled = setup.compile_ahead()
     model, report = setup.load_model()
     stage(2)
     threads = "" if on_gpu else _choose_threads(model)
@@ -126,6 +127,8 @@ def _load(
         model.widths = _choose_widths(model)
     blas_name = setup.blas.name + threads
     info = setup.describe(report, plan, blas=blas_name, widths=model.widths)
+    if compiled:
+        info = replace(info, notes=(*info.notes, compiled))
     engine = setup.assemble(model, info, plan)
     stage(3)
     if scripted is not None:
@@ -222,6 +225,21 @@ class _Setup:
         if self.config.deterministic:
             return padded_rows(self.config.max_rows)
         return bucket(self.config.max_rows) if self.on_gpu else 0
+
+    def compile_ahead(self) -> str:
+        """Kernels that this model needs on CUDA; a note where they could not be had."""
+        import mlx.core as mx
+
+        from engine.compile_ahead import compile_ahead, distinct
+
+        if not (self.on_gpu and mx.cuda.is_available()) or self.dequantize:
+            return ""
+        packed = {
+            module: (self.checkpoint.tensors[f"{module}.weight"], spec)
+            for module, spec in self.checkpoint.quantization.items()
+            if f"{module}.weight" in self.checkpoint.tensors
+        }
+        return compile_ahead(distinct(packed, str(self.dtype).removeprefix("mlx.core.")))
 
     def load_model(self) -> tuple[Qwen35Model, LoadReport]:
         """The model with its weights in place, evaluated."""
