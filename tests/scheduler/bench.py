@@ -25,6 +25,7 @@ from scheduler.request import (
     FinishReason,
     GenerationRequest,
     QueueFullError,
+    Refusal,
     Tokens,
 )
 from tests.scheduler.fake_engine import FakeEngine, expected_tokens, fake_logprobs
@@ -382,8 +383,9 @@ def fuzz(
                 try:
                     bench.submit(request).reads = rng.random() > 0.25
                     waiting.remove(request)
-                except QueueFullError:
-                    break
+                except QueueFullError as refusal:
+                    if refusal.reason is not Refusal.DEADLINE:
+                        break
         if bench.live and rng.random() < 0.08:
             bench.cancel(rng.choice(list(bench.live)))
         if bench.live and rng.random() < 0.05:
