@@ -200,7 +200,7 @@ class SchedulerCore:
         if request.session_id is not None:
             self.keeping.sessions.touch(request.session_id, now)
         self._live[request.request_id] = sequence
-        self._queue.push(sequence, now)
+        self._queue.push(sequence)
         self._meter.submitted += 1
 
     def _sequence(self, request: GenerationRequest, prompt: Prompt, now: float) -> Sequence:

@@ -71,23 +71,23 @@ class WaitingQueue:
 
     # --- in and out ------------------------------------------------------------------------------
 
-    def push(self, sequence: Sequence, now: float) -> None:
+    def push(self, sequence: Sequence) -> None:
         """A new request, which the door has let in."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        sequence.priority = sequence.level = self.priority_of(
-            sequence.request.tenant, sequence.request.priority
-        )
-        self._add(sequence, now)
+        request = sequence.request
+        sequence.priority = self.priority_of(request.tenant, request.priority)
+        self._add(sequence)
 
-    def requeue(self, sequence: Sequence, now: float) -> None:
-        """A preempted request waits again, before all of its tenant and class that came later. It
-        keeps the class it started with, and ages on from that; it may exceed the door's bounds.
+    def requeue(self, sequence: Sequence) -> None:
+        """A preempted request waits again, as if it had waited since it came: before all of its
+        tenant and class that came later. It may exceed the door's bounds.
 
         Its row must be given back as well (`row_freed`), now or later.
         """
         sequence.returned = True
-        self._add(sequence, now)
+        sequence.work = len(sequence.prompt)
+        self._add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It waits no more."""
@@ -116,13 +116,14 @@ class WaitingQueue:
         self.tenants.served[self.tenants.label(name)] += tokens
         self._turns[sequence.level].charge(self.tenants.of(name), tokens)
 
-    def _add(self, sequence: Sequence, now: float) -> None:
+    def _add(self, sequence: Sequence) -> None:
         tenant = self.tenants.of(sequence.request.tenant)
         self._waiting[sequence.request_id] = sequence
         self.tokens += len(sequence.prompt)
         tenant.tokens += len(sequence.prompt)
         insort(self._by_class[sequence.priority], (sequence.arrival, sequence))
-        self._join(tenant, sequence, due=now + self._config.ageing_s)
+        sequence.level = sequence.priority
+        self._join(tenant, sequence, due=sequence.submitted_at + self._config.ageing_s)
 
     def _take(self, sequence: Sequence) -> Tenant:
         tenant = self.tenants.of(sequence.request.tenant)
@@ -263,9 +264,11 @@ class WaitingQueue:
         held = dict.fromkeys(self.tenants.all(), 0)
         for row in rows.values():
             held[row.request.tenant] += 1
+        mine: dict[str, list[Sequence]] = {name: [] for name in held}
+        for sequence in waiting:
+            mine[sequence.request.tenant].append(sequence)
         for name, tenant in self.tenants.all().items():
-            mine = [s for s in waiting if s.request.tenant == name]
-            _check_tenant(tenant, mine, held[name])
+            _check_tenant(tenant, mine[name], held[name])
         for turns in self._turns.values():
             turns.integrity(self.tenants.all())
         self.tenants.integrity()

@@ -1,0 +1,528 @@
+"""Who goes first: classes, fair share, ageing, limits of tenants. Random traces through the real
+core, each watched by `Watch`; and the rules one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from scheduler import tenants
+from scheduler.config import SchedulerConfig, TenantPolicy
+from scheduler.queue import MOST_PASSED, WaitingQueue
+from scheduler.request import GenerationRequest, Priority, QueueFullError
+from scheduler.sequence import Sequence
+from tests.scheduler.bench import SMALL, TICK_S, Bench, fuzz, make_request, small_engine
+
+BATCH, DEFAULT, INTERACTIVE = Priority
+
+SEEDS = (Phase.explicit, Phase.reuse, Phase.generate)
+"""A seed does not shrink."""
+
+FEW = settings(max_examples=15, deadline=None, phases=SEEDS)
+
+PROMPT, OUTPUT, ROWS = 40, 20, 6
+"""Longest prompt, most tokens and rows of the traces here."""
+
+POLICIES = {
+    "a": TenantPolicy(weight=1.0),
+    "b": TenantPolicy(weight=3.0, max_rows=2),
+    "c": TenantPolicy(weight=0.5, max_queued_tokens=80, max_priority=DEFAULT),
+}
+
+
+class Watch:
+    """Looks over a core's shoulder: who starts while who waits, and what each is served."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.queue = bench.core._queue
+        self.served: Counter[str] = Counter()
+        self.starts: list[str] = []
+        self._start, self._charge = self.queue.start, self.queue.charge
+        self.queue.start = self.start  # type: ignore[method-assign]
+        self.queue.charge = self.charge  # type: ignore[method-assign]
+
+    def start(self, sequence: Sequence) -> None:
+        for other in self.queue:
+            if other is not sequence and not self.may_pass(sequence, other):
+                raise AssertionError(f"{sequence.request_id} passes {other.request_id}")
+        self.starts.append(sequence.request_id)
+        self._start(sequence)
+
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        self.served[sequence.request.tenant] += tokens
+        self._charge(sequence, tokens)
+
+    def may_pass(self, first: Sequence, other: Sequence) -> bool:
+        """`first` starts while `other` waits. Without looking at counters."""
+        tenant = self.queue.tenants.of(other.request.tenant)
+        if tenant.full or self.bench.core._groups.waits(other):
+            return True
+        mine, its = self.level(first), self.level(other)
+        if mine != its or first.request.tenant != other.request.tenant:
+            return mine >= its
+        return first.submitted_at <= other.submitted_at
+
+    def level(self, sequence: Sequence) -> int:
+        """The class a waiting request counts as, from the rule itself."""
+        policy = self.bench.config.tenants.get(
+            sequence.request.tenant, self.bench.config.default_tenant
+        )
+        asked = min(sequence.request.priority, policy.max_priority)
+        waited = self.bench.now - sequence.submitted_at
+        return min(asked + math.floor(waited / self.bench.config.ageing_s), INTERACTIVE)
+
+    def check_limits(self) -> None:
+        rows = Counter(s.request.tenant for s in self.bench.core._rows.values())
+        tokens: Counter[str] = Counter()
+        for sequence in self.queue:
+            tokens[sequence.request.tenant] += len(sequence.request.prompt_ids)
+        for name, policy in self.bench.config.tenants.items():
+            assert rows[name] <= (policy.max_rows or math.inf)
+            assert tokens[name] <= (policy.max_queued_tokens or math.inf)
+        assert len(self.queue) <= self.bench.config.max_queue
+        assert tokens.total() <= self.bench.config.max_queued_tokens
+
+
+def watched(config: SchedulerConfig, **engine: int) -> tuple[Bench, Watch]:
+    """The books are checked at every tenth move: these traces are long."""
+    options = {"boundaries": 0, "max_rows": ROWS, **engine}
+    bench = Bench(engine=small_engine(**options), config=config)
+    check, moves = bench.core.integrity, itertools.count()
+
+    def integrity(*, idle: bool = False) -> None:
+        if idle or next(moves) % 10 == 0:
+            check(idle=idle)
+
+    bench.core.integrity = integrity  # type: ignore[method-assign]
+    return bench, Watch(bench)
+
+
+def config_of(**options: Any) -> SchedulerConfig:
+    defaults: dict[str, Any] = {"tenants": POLICIES, "prefill_chunk": 16, "depth": 0}
+    return SchedulerConfig(**{**defaults, **options})
+
+
+def some(rng: random.Random, name: str, tenant: str, **others: Any) -> GenerationRequest:
+    return make_request(
+        name,
+        prompt=[rng.randrange(60) for _ in range(rng.randint(1, PROMPT))],
+        max_tokens=rng.randint(1, OUTPUT),
+        tenant=tenant,
+        **others,
+    )
+
+
+# --- random traces --------------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**32),
+    ageing=st.sampled_from([math.inf, 3.5 * TICK_S, 20.5 * TICK_S, 80.5 * TICK_S]),
+    eager=st.floats(0.1, 0.9),
+)
+def test_nobody_passes_who_may_not(seed: int, ageing: float, eager: float) -> None:
+    """Class by class, ageing included; within a tenant's class by arrival; limits are kept; nobody
+    is left behind. With ageing off that is: no start while a higher class could start."""
+    rng = random.Random(seed)
+    config = config_of(ageing_s=ageing, max_queue=16, max_queued_tokens=300)
+    bench, watch = watched(config)
+    for number in range(80):
+        tenant = rng.choice(["a", "b", "c", "c", "x", ""])
+        request = some(rng, f"r{number}", tenant, priority=rng.choice(list(Priority)))
+        while True:
+            try:
+                bench.submit(request)
+                break
+            except QueueFullError:
+                bench.step()
+                watch.check_limits()
+        if rng.random() > eager:
+            bench.step()
+            watch.check_limits()
+        if rng.random() < 0.1 and bench.live:
+            bench.cancel(rng.choice(sorted(bench.live)))
+    bench.finish()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_random_use_with_tenants(in_flight: int) -> None:
+    """All that `fuzz` does, groups, sessions and tight pages included, in every class."""
+
+    def dress(request: GenerationRequest) -> GenerationRequest:
+        rng = random.Random(request.request_id)
+        return replace(
+            request,
+            tenant=rng.choice(["a", "b", "c", "x", ""]),
+            priority=rng.choice(list(Priority)),
+        )
+
+    policies = {**POLICIES, "c": TenantPolicy(weight=0.5, max_priority=DEFAULT)}
+    config = replace(SMALL, tenants=policies, ageing_s=25 * TICK_S)
+    for pages in (60, 24):
+        bench = fuzz(
+            seed=in_flight,
+            requests=250,
+            in_flight=in_flight,
+            config=config,
+            dress=dress,
+            pages=pages,
+        )
+        served = bench.core.statistics(bench.now).served
+        assert set(served) == {"a", "b", "c", "other"}
+        assert min(served.values()) > 100
+
+
+def backlog(bench: Bench, rng: random.Random, names: list[str], **others: Any) -> None:
+    """Tops every tenant's line up to 20, more than one step can start."""
+    for name in names:
+        tenant = bench.core._queue.tenants.find(name)
+        for _ in range(20 - (tenant.queued if tenant else 0)):
+            bench.submit(some(rng, f"{name}{len(bench.streams)}", name, **others))
+
+
+@settings(FEW, max_examples=5)
+@given(
+    seed=st.integers(0, 2**32),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4),
+    limited=st.booleans(),
+)
+def test_shares_follow_weights(seed: int, weights: list[float], limited: bool) -> None:
+    """Between any two moments, weighted tokens of two backlogged tenants differ by no more than
+    the bound of `scheduler.tenants`. A further tenant is held below its share by `max_rows`, and
+    comes and goes; it changes nothing for them."""
+    rng = random.Random(seed)
+    policies = {f"t{n}": TenantPolicy(weight=weight) for n, weight in enumerate(weights)}
+    names, shares = list(policies), dict(zip(policies, weights, strict=True))
+    if limited:
+        policies["limited"] = TenantPolicy(weight=5.0, max_rows=1)
+    bench, watch = watched(config_of(tenants=policies, max_queue=200, max_queued_tokens=10**6))
+    bound = 2 * (PROMPT + ROWS * OUTPUT) / min(weights)
+    seen: list[list[float]] = []
+    for _ in range(250):
+        backlog(bench, rng, names)
+        if limited and rng.random() < 0.3:
+            bench.submit(some(rng, f"l{len(bench.streams)}", "limited"))
+        bench.step()
+        seen.append([watch.served[name] / shares[name] for name in names])
+    counts = np.array(seen)
+    for first in range(len(names)):
+        gaps = counts[:, first, None] - counts
+        assert (gaps.max(axis=0) - gaps.min(axis=0)).max() <= bound
+    for name in [name for name, stream in bench.live.items() if not stream.tokens]:
+        bench.cancel(name)
+    bench.finish()
+
+
+def test_long_run_shares_are_the_weights() -> None:
+    """Within three per cent, over some 10,000 tokens."""
+    policies = {"one": TenantPolicy(weight=1.0), "three": TenantPolicy(weight=3.0)}
+    bench, watch = watched(config_of(tenants=policies, max_queue=200, max_queued_tokens=10**6))
+    rng = random.Random(1)
+    for _ in range(900):
+        backlog(bench, rng, ["one", "three"])
+        bench.step()
+    assert watch.served.total() > 10_000
+    assert watch.served["three"] / watch.served["one"] == pytest.approx(3.0, rel=0.03)
+
+
+@settings(FEW, max_examples=8)
+@given(seed=st.integers(0, 2**32), priority=st.sampled_from(list(Priority)))
+def test_starvation_is_bounded(seed: int, priority: Priority) -> None:
+    """INTERACTIVE work of heavy tenants never ends, and new tenants keep coming. A light tenant's
+    request is in the highest class in time, and from then on others are served at most what their
+    weights allow: then it has started."""
+    rng = random.Random(seed)
+    policies = {"heavy": TenantPolicy(weight=4.0), "light": TenantPolicy(weight=0.5)}
+    ageing = 30 * TICK_S
+    config = config_of(tenants=policies, ageing_s=ageing, max_queue=200, max_queued_tokens=10**6)
+    bench, watch = watched(config)
+    for _ in range(40):
+        backlog(bench, rng, ["heavy", "x"], priority=INTERACTIVE)
+        bench.step()
+    patient = bench.submit(some(rng, "patient", "light", priority=priority))
+    top_at = bench.now + (INTERACTIVE - priority) * ageing
+    before: Counter[str] | None = None
+    while bench.core._live["patient"].row < 0:
+        backlog(bench, rng, ["heavy", "x"], priority=INTERACTIVE)
+        new = f"new{len(bench.streams)}"
+        bench.submit(some(rng, new, new, priority=INTERACTIVE))
+        if before is None and bench.now >= top_at:
+            before = watch.served.copy()
+        bench.step()
+        if before is not None:
+            spread = 2 * (PROMPT + ROWS * OUTPUT) / 0.5
+            assert watch.served["heavy"] - before["heavy"] <= 4.0 * spread
+            assert watch.served["x"] - before["x"] <= 1.0 * spread
+        assert bench.now < top_at + 500 * TICK_S
+    while not patient.tokens:
+        bench.step()
+
+
+# --- rules, one by one ----------------------------------------------------------------------------
+
+
+class Line:
+    """A queue of its own, with requests made by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        bounds = {"max_queue": 10**6, "max_queued_tokens": 10**9}
+        self.queue = WaitingQueue(SchedulerConfig(**{**bounds, **options}))
+        self.rows: dict[int, Sequence] = {}
+        self.ids = itertools.count(1)
+
+    def push(self, name: str, *, now: float = 0.0, prompt: int = 10, **others: Any) -> Sequence:
+        request = make_request(name, prompt=prompt, **others)
+        sequence = Sequence(
+            request=request,
+            prompt=np.array(request.prompt_ids, dtype=np.int32),
+            submitted_at=now,
+            depth_cap=0,
+            work=prompt,
+        )
+        self.queue.push(sequence)
+        return sequence
+
+    def start(self, sequence: Sequence) -> None:
+        sequence.row = next(self.ids)
+        self.rows[sequence.row] = sequence
+        self.queue.start(sequence)
+        self.queue.integrity(self.rows)
+
+    def end(self, sequence: Sequence) -> None:
+        del self.rows[sequence.row]
+        self.queue.row_freed(sequence)
+        self.queue.integrity(self.rows)
+
+    def order(self, now: float = 0.0) -> list[str]:
+        """Everybody's names, if nobody's start cost anything."""
+        self.queue.integrity(self.rows)
+        names = [sequence.request_id for sequence in self.queue.candidates(now)]
+        self.queue.integrity(self.rows)
+        return names
+
+    def drain(self, now: float = 0.0) -> list[str]:
+        """Starts everybody, in order; the names."""
+        names = []
+        for sequence in self.queue.candidates(now):
+            self.start(sequence)
+            names.append(sequence.request_id)
+        return names
+
+
+def test_classes_then_arrival() -> None:
+    line = Line()
+    for name, priority in [("b", BATCH), ("d", DEFAULT), ("i", INTERACTIVE), ("j", INTERACTIVE)]:
+        line.push(name, priority=priority)
+    assert line.order() == ["i", "j", "d", "b"]
+    assert line.queue.by_class() == {BATCH: 1, DEFAULT: 1, INTERACTIVE: 2}
+
+
+def test_a_tenant_may_not_exceed_its_class() -> None:
+    line = Line(tenants={"c": TenantPolicy(max_priority=BATCH)})
+    line.push("c", tenant="c", priority=INTERACTIVE)
+    line.push("d", priority=DEFAULT)
+    assert line.order() == ["d", "c"]
+    assert line.queue.by_class()[BATCH] == 1
+
+
+def test_waiting_lifts_class_by_class() -> None:
+    line = Line(ageing_s=10.0)
+    line.push("b", priority=BATCH)
+    line.push("i", now=9.0, priority=INTERACTIVE)
+    line.push("d", now=9.5, priority=DEFAULT)
+    assert line.order(9.9) == ["i", "d", "b"]
+    assert line.order(10.0) == ["i", "b", "d"], "b counts as DEFAULT, and came first"
+    assert line.order(20.0) == ["b", "i", "d"], "and as INTERACTIVE"
+    line.push("late", now=20.0, priority=INTERACTIVE)
+    assert line.order(20.0)[0] == "b"
+    assert line.queue.head(20.0) is not None
+    assert line.queue.oldest(20.0) == {BATCH: 20.0, DEFAULT: 10.5, INTERACTIVE: 11.0}
+
+
+def test_tenants_take_turns() -> None:
+    line = Line()
+    for number in range(4):
+        line.push(f"a{number}", tenant="a")
+    for number in range(2):
+        line.push(f"b{number}", tenant="b")
+    assert line.drain() == ["a0", "b0", "a1", "b1", "a2", "a3"]
+
+
+def test_generated_tokens_count() -> None:
+    line = Line()
+    first = line.push("a0", tenant="a")
+    line.start(first)
+    line.push("a1", tenant="a")
+    line.push("b0", tenant="b", prompt=15)
+    line.push("b1", tenant="b")
+    assert line.order()[0] == "a1"
+    line.queue.charge(first, 30)
+    assert line.drain() == ["b0", "b1", "a1"]
+
+
+def test_cached_tokens_do_not_count() -> None:
+    line = Line()
+    first = line.push("a0", tenant="a", prompt=100)
+    first.cached = 99
+    line.start(first)
+    assert line.queue.tenants.served == {"other": 1}
+
+
+def test_weights_divide_the_charge() -> None:
+    line = Line(tenants={"heavy": TenantPolicy(weight=2.0)})
+    for number in range(4):
+        line.push(f"h{number}", tenant="heavy")
+        line.push(f"l{number}", tenant="light")
+    assert line.drain()[:6] == ["h0", "l0", "h1", "l1", "h2", "h3"]
+
+
+def test_time_without_work_earns_no_credit() -> None:
+    line = Line()
+    for number in range(9):
+        line.push(f"a{number}", tenant="a")
+    for number in range(6):
+        line.start(line.queue._waiting[f"a{number}"])
+    for number in range(3):
+        line.push(f"b{number}", tenant="b")
+    assert line.drain() == ["a6", "b0", "a7", "b1", "a8", "b2"], "not all of b first"
+
+
+def test_nor_when_nobody_waits() -> None:
+    """a runs alone, and nothing of it waits, when b comes for the first time."""
+    line = Line()
+    first = line.push("a0", tenant="a")
+    line.start(first)
+    line.queue.charge(first, 1000)
+    for number in range(3):
+        line.push(f"b{number}", tenant="b")
+    for number in range(3):
+        line.push(f"a{number + 1}", tenant="a")
+    assert line.drain() == ["b0", "a1", "b1", "a2", "b2", "a3"]
+
+
+def test_a_limit_of_ones_own_earns_no_credit() -> None:
+    line = Line(tenants={"one": TenantPolicy(max_rows=1)})
+    for number in range(4):
+        line.push(f"o{number}", tenant="one")
+        line.push(f"a{number}", tenant="a")
+    running = line.queue._waiting["o0"]
+    assert line.drain() == ["o0", "a0", "a1", "a2", "a3"]
+    for number in range(4, 6):
+        line.push(f"a{number}", tenant="a")
+    line.end(running)
+    second = line.queue._waiting["o1"]
+    line.start(second)
+    line.end(second)
+    assert line.order() == ["a4", "a5", "o2", "o3"], "o1 was its turn; then it is a's"
+
+
+def test_a_full_tenant_does_not_block_others() -> None:
+    config = config_of(tenants={"one": TenantPolicy(max_rows=1)})
+    bench, watch = watched(config)
+    for number in range(3):
+        bench.submit(make_request(f"o{number}", tenant="one", max_tokens=5, priority=INTERACTIVE))
+    bench.submit(make_request("other", priority=BATCH))
+    bench.step()
+    assert watch.starts == ["o0", "other"]
+    bench.finish()
+    assert watch.starts == ["o0", "other", "o1", "o2"]
+
+
+def test_a_big_request_is_not_starved_by_small_ones() -> None:
+    """The first that does not fit blocks those behind it, whoever they belong to."""
+    bench, watch = watched(config_of(max_queue=100), pages=30)
+    bench.submit(make_request("small", tenant="a", max_tokens=20))
+    bench.step()
+    bench.submit(make_request("big", tenant="b", prompt=40, max_tokens=55))
+    for number in range(20):
+        bench.submit(make_request(f"s{number}", tenant=f"t{number}", max_tokens=20))
+        bench.step()
+    bench.finish()
+    assert watch.starts[:2] == ["small", "big"]
+
+
+def test_who_returns_is_first_of_its_class_and_pays_once() -> None:
+    line = Line(ageing_s=10.0, max_rows=1)
+    first = line.push("first", priority=BATCH)
+    for number in range(3):
+        line.push(f"r{number}", now=1.0, priority=BATCH)
+    line.start(first)
+    assert line.queue.tenants.served["other"] == 10
+    line.end(first)
+    first.row = -1
+    line.queue.requeue(first)
+    assert line.order(15.0) == ["first", "r0", "r1", "r2"]
+    assert line.order(50.0) == ["first", "r0", "r1", "r2"]
+    line.start(first)
+    assert line.queue.tenants.served["other"] == 10
+
+
+def test_a_returned_request_may_exceed_the_bounds() -> None:
+    line = Line(max_queue=1, max_queued_tokens=10)
+    first = line.push("first")
+    line.start(first)
+    line.end(first)
+    first.row = -1
+    line.push("second")
+    line.queue.requeue(first)
+    assert len(line.queue) == 2
+    assert line.order() == ["first", "second"]
+
+
+def test_who_is_passed_over_is_found_again() -> None:
+    """Passing over costs a step no more than MOST_PASSED looks."""
+    line = Line()
+    for number in range(MOST_PASSED + 50):
+        line.push(f"r{number}", tenant=f"t{number % 7}")
+    names = line.order()
+    assert len(names) == len(set(names)) == MOST_PASSED
+
+
+def test_idle_tenants_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MOST_IDLE", 3)
+    line = Line()
+    for number in range(10):
+        sequence = line.push(f"r{number}", tenant=f"t{number}")
+        line.start(sequence)
+        line.end(sequence)
+    assert set(line.queue.tenants.all()) == {"t7", "t8", "t9"}
+
+
+def test_statistics_by_class_and_tenant() -> None:
+    bench, _ = watched(config_of(), max_rows=1)
+    for number in range(2):
+        for name in ("a", "b", "x", "y"):
+            bench.submit(make_request(f"{name}{number}", tenant=name, priority=Priority(number)))
+    bench.now += 1.0
+    statistics = bench.core.statistics(bench.now)
+    assert statistics.queued_by_class == {BATCH: 4, DEFAULT: 4, INTERACTIVE: 0}
+    assert statistics.oldest_wait_by_class == {BATCH: 1.0, DEFAULT: 1.0, INTERACTIVE: 0.0}
+    assert statistics.oldest_wait_s == 1.0
+    bench.finish()
+    served = bench.core.statistics(bench.now).served
+    assert served == {"a": 30, "b": 30, "c": 0, "other": 60}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TenantPolicy(weight=0.0), "weight"),
+        (lambda: TenantPolicy(max_rows=0), "max_rows"),
+        (lambda: SchedulerConfig(tenants={"other": TenantPolicy()}), "other"),
+        (lambda: SchedulerConfig(ageing_s=0.0), "ageing_s"),
+    ],
+)
+def test_policies_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
