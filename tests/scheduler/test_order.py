@@ -128,7 +128,7 @@ def some(rng: random.Random, name: str, tenant: str, **others: Any) -> Generatio
 @FEW
 @given(
     seed=st.integers(0, 2**32),
-    ageing=st.sampled_from([math.inf, 3.5 * TICK_S, 20.5 * TICK_S, 80.5 * TICK_S]),
+    ageing=st.sampled_from([math.inf, 3.3 * TICK_S, 20.3 * TICK_S, 80.3 * TICK_S]),
     eager=st.floats(0.1, 0.9),
 )
 def test_nobody_passes_who_may_not(seed: int, ageing: float, eager: float) -> None:
