@@ -12,7 +12,7 @@ from scheduler.queue import WaitingQueue
 from scheduler.request import GenerationRequest, InvalidRequestError, QueueFullError, Refusal
 from scheduler.sequence import Sequence
 from scheduler.statistics import Meter
-from scheduler.throughput import Throughput, Waits
+from scheduler.throughput import Estimate, Throughput, Waits
 
 RETRY_BOUNDS_S: Final = (0.1, 60.0)
 """Retry delays are clamped to this."""
@@ -90,14 +90,15 @@ class Door:
         if request.deadline is None or request.deadline <= now:
             return None  # the latter ends with DEADLINE, as promised
         left, starts_in = request.deadline - now, self.starts_in(request)
-        if starts_in <= left:
+        if starts_in.least <= left:
             return None
-        text = f"deadline ({left:.1f} s are left; it would start in about {starts_in:.1f} s)"
-        return QueueFullError(Refusal.DEADLINE, text, _clamped(starts_in - left))
+        likely = starts_in.likely
+        text = f"deadline ({left:.1f} s are left; it would start in about {likely:.1f} s)"
+        return QueueFullError(Refusal.DEADLINE, text, _clamped(likely - left))
 
-    def starts_in(self, request: GenerationRequest) -> float:
-        """Estimated seconds until this request would start if it came now. 0 when it would at the
-        next plan, or when too little was measured."""
+    def starts_in(self, request: GenerationRequest) -> Estimate:
+        """When this request would start if it came now. 0 when at the next plan, or when too
+        little was measured. A tenant's own `max_rows` is not reckoned with."""
         ahead, tokens = self._queue.ahead(
             request.tenant, request.priority, generated=self._meter.tokens_per_request
         )

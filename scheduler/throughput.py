@@ -15,7 +15,7 @@ from collections import deque
 from enum import Enum, auto
 from math import sqrt
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 SAMPLES: Final = 64
 """Newest steps, or starts, that count."""
@@ -30,6 +30,14 @@ class Waits(Enum):
     NOBODY = auto()
     BUDGET = auto()
     ROOM = auto()
+
+
+class Estimate(NamedTuple):
+    """Seconds."""
+
+    likely: float
+    least: float
+    """At the fast end of what was measured, by one standard error."""
 
 
 class Throughput:
@@ -75,20 +83,18 @@ class Throughput:
             self._per_start.append(self._room_s)
             self._room_s = 0.0
 
-    def seconds(self, *, tokens: float, starts: float, begun: int) -> float:
+    def seconds(self, *, tokens: float, starts: float, begun: int) -> Estimate:
         """Seconds until `starts` requests with `tokens` of prompts have started and `begun` prompt
-        tokens of running ones are done, at the fast end of what was measured (one standard error);
-        a part of which too little is known counts nothing."""
-        seconds = 0.0
+        tokens of running ones are done. A part of which too little is known counts nothing."""
+        likely = least = 0.0
         if len(self._per_token) >= LEAST:
             # The median: a first call of a shape compiles, and takes a hundred times as long.
-            seconds += (begun + tokens * self._fresh()) * _fast(
-                median(self._per_token), len(self._per_token)
-            )
+            part = (begun + tokens * self._fresh()) * median(self._per_token)
+            likely, least = likely + part, least + _fast(part, len(self._per_token))
         if len(self._per_start) >= LEAST:
-            mean = sum(self._per_start) / len(self._per_start)
-            seconds += starts * _fast(mean, len(self._per_start))
-        return seconds
+            part = starts * sum(self._per_start) / len(self._per_start)
+            likely, least = likely + part, least + _fast(part, len(self._per_start))
+        return Estimate(likely, least)
 
     def _fresh(self) -> float:
         """Share of the expected prompt tokens that was not kept from before."""

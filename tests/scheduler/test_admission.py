@@ -48,7 +48,7 @@ def refusal(bench: Bench, **others: Any) -> QueueFullError:
 
 def starts_in(bench: Bench, **others: Any) -> float:
     options = {"prompt": PROMPT, "max_tokens": OUTPUT, **others}
-    return bench.core._door.starts_in(make_request("asks", **options))
+    return bench.core._door.starts_in(make_request("asks", **options)).likely
 
 
 def test_without_evidence_nobody_is_refused() -> None:
@@ -124,13 +124,12 @@ def test_after_the_delay_there_is_time() -> None:
 @pytest.mark.parametrize("prompt", [4, 16, 56])
 @pytest.mark.parametrize("ahead", [4, 10, 20])
 def test_the_estimate_is_true(prompt: int, ahead: int) -> None:
-    """Within a half, a little early rather than late, for loads that the prompts bound and such
-    that the rows do."""
+    """Within a factor of 1.5, for loads that the prompts bound and such that the rows do."""
     bench = Bench(
         engine=small_engine(max_rows=ROWS, boundaries=0),
         config=SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100, max_queued_tokens=10**5),
     )
-    kind = {"prompt": prompt, "max_tokens": 12}
+    kind: dict[str, Any] = {"prompt": prompt, "max_tokens": 12}
     fill(bench, 24, "warm", **kind)
     bench.run()
     fill(bench, ahead, **kind)
@@ -140,7 +139,7 @@ def test_the_estimate_is_true(prompt: int, ahead: int) -> None:
     stream = ask(bench, **kind)
     bench.finish()
     took = stream.finished.usage.started_at - now
-    assert took / 2 < expected < took * 1.2
+    assert took / 1.5 < expected < took * 1.5
 
 
 def test_lower_classes_are_not_ahead() -> None:
