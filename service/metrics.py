@@ -21,6 +21,7 @@ from engine.plan import MAX_DEPTH, EngineInfo
 from scheduler.loop import StepRecord
 from scheduler.request import FinishReason, Priority, Tokens, Usage
 from scheduler.statistics import Statistics
+from scheduler.tenants import OTHER
 from service.errors import Reason
 from service.sampling import mode_name
 from service.text.grammar import Form
@@ -267,15 +268,15 @@ def _queue(s: Statistics) -> Iterable[Metric]:
     )
     for priority in Priority:
         name = priority.name.lower()
-        waiting.add_metric([name], s.queued_by_class[priority])
-        oldest.add_metric([name], s.oldest_wait_by_class[priority])
+        waiting.add_metric([name], s.queued_by_class.get(priority, 0))
+        oldest.add_metric([name], s.oldest_wait_by_class.get(priority, 0.0))
     yield waiting
     yield oldest
     yield _labelled(
         "tenant_tokens",
         "Tokens served, prefilled and generated, by tenants with a policy and all others.",
         "tenant",
-        dict(s.served),
+        {OTHER: 0, **s.served},
     )
 
 
