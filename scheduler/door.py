@@ -105,6 +105,7 @@ class Door:
         free = self._tables.free_slots
         if self._throughput.waits is Waits.ROOM and len(self._queue):
             free = 0  # slots that pages do not suffice for
+        free += sum(s.cause is not None for s in self._rows.values())  # given back in a moment
         begun = sum(len(s.prompt) - s.cursor for s in self._rows.values() if s.cause is None)
         if begun + tokens < self._chunk:
             begun = tokens = 0  # one step takes them, and begins with this one

@@ -74,6 +74,21 @@ def test_who_can_start_at_once_is_let_in() -> None:
     bench.finish()
 
 
+def test_a_row_that_has_ended_is_as_good_as_free() -> None:
+    config = SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100)
+    bench = Bench(engine=small_engine(max_rows=1), config=config, in_flight=1)
+    fill(bench, 12, "warm")
+    bench.run()
+    first = ask(bench, "first", max_tokens=3)
+    while first.finished is None:
+        bench.step()
+    assert bench.core._rows, "not given back yet"
+    ask(bench, left=TICK_S / 2)
+    bench.step()
+    assert bench.core._live["r"].started
+    bench.finish()
+
+
 def test_who_would_start_too_late_is_refused() -> None:
     """Two rows of 20 tokens each, 20 requests ahead: some 200 steps, and a deadline after 50."""
     bench = loaded()

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -304,6 +305,24 @@ class Line:
         self.queue.row_freed(sequence)
         self.queue.integrity(self.rows)
 
+    def may_start(self, sequence: Sequence) -> bool:
+        return not self.queue.tenants.of(sequence.request.tenant).full
+
+    def rule(self, now: float) -> Callable[[Sequence], tuple[float, ...]]:
+        """Sorts those who wait: class with ageing, counter, arrival; the last two by tenant."""
+
+        def level(sequence: Sequence) -> Priority:
+            lifts = int((now - sequence.submitted_at) / self.queue._config.ageing_s)
+            return Priority(min(sequence.priority + lifts, INTERACTIVE))
+
+        def key(sequence: Sequence) -> tuple[float, ...]:
+            mine, name = level(sequence), sequence.request.tenant
+            line = [s for s in self.queue if s.request.tenant == name and level(s) is mine]
+            counter = self.queue.tenants.of(name).counters[mine]
+            return -mine, counter, min(s.arrival for s in line), sequence.arrival
+
+        return key
+
     def order(self, now: float = 0.0) -> list[str]:
         """Everybody's names, if nobody's start cost anything."""
         self.queue.integrity(self.rows)
@@ -478,6 +497,40 @@ def test_a_returned_request_may_exceed_the_bounds() -> None:
     line.queue.requeue(first)
     assert len(line.queue) == 2
     assert line.order() == ["first", "second"]
+
+
+@FEW
+@given(seed=st.integers(0, 2**32))
+def test_the_head_is_who_the_rule_says(seed: int) -> None:
+    """Random use, returns included, against the rule in one line; every count after every move."""
+    rng = random.Random(seed)
+    line = Line(tenants=POLICIES, ageing_s=10.0)
+    now = 0.0
+    for number in range(150):
+        now += rng.random()
+        running, waiting = list(line.rows.values()), list(line.queue)
+        move = rng.random()
+        if move < 0.45:
+            tenant = rng.choice(["a", "b", "c", "x", "y"])
+            prompt = rng.randint(1, 30) if tenant != "c" else 1
+            priority = rng.choice(list(Priority))
+            line.push(f"r{number}", now=now, prompt=prompt, tenant=tenant, priority=priority)
+        elif move < 0.65 and (head := line.queue.head(now)):
+            line.start(head)
+        elif move < 0.75 and running:
+            line.queue.charge(rng.choice(running), rng.randint(1, 8))
+        elif move < 0.85 and running:
+            line.end(rng.choice(running))
+        elif move < 0.95 and running:
+            back = rng.choice(running)
+            line.end(back)
+            back.row = -1
+            line.queue.requeue(back)
+        elif waiting:
+            line.queue.remove(rng.choice(waiting))
+        head = line.queue.head(now)
+        line.queue.integrity(line.rows)
+        assert head is min(filter(line.may_start, line.queue), key=line.rule(now), default=None)
 
 
 def test_who_is_passed_over_is_found_again() -> None:
