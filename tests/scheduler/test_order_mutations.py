@@ -17,7 +17,7 @@ from scheduler.request import Priority, QueueFullError, Refusal
 from scheduler.sequence import Sequence
 from scheduler.tenants import Tenant, Tenants, Turns
 from scheduler.throughput import Estimate, Throughput, Waits
-from tests.scheduler import test_admission, test_order
+from tests.scheduler import test_admission, test_order, test_turns
 from tests.scheduler.bench import TICK_S
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -203,28 +203,28 @@ shares = whom(test_order.test_shares_follow_weights, 1, [1.0, 3.0], True)
 trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
-    (credit_is_banked, test_order.test_time_without_work_earns_no_credit),
-    (credit_is_banked, test_order.test_nor_when_nobody_waits),
-    (credit_is_banked, test_order.test_a_limit_of_ones_own_earns_no_credit),
-    (weights_are_ignored, test_order.test_weights_divide_the_charge),
+    (credit_is_banked, test_turns.test_time_without_work_earns_no_credit),
+    (credit_is_banked, test_turns.test_nor_when_nobody_waits),
+    (credit_is_banked, test_turns.test_a_limit_of_ones_own_earns_no_credit),
+    (weights_are_ignored, test_turns.test_weights_divide_the_charge),
     (weights_are_ignored, test_order.test_long_run_shares_are_the_weights),
     (weights_are_ignored, shares),
-    (nothing_ages, test_order.test_waiting_lifts_class_by_class),
+    (nothing_ages, test_turns.test_waiting_lifts_class_by_class),
     (nothing_ages, starved),
     (nothing_ages, trace),
-    (rows_of_a_tenant_are_not_limited, test_order.test_a_full_tenant_does_not_block_others),
+    (rows_of_a_tenant_are_not_limited, test_turns.test_a_full_tenant_does_not_block_others),
     (rows_of_a_tenant_are_not_limited, trace),
-    (rows_are_freed_and_still_count, test_order.test_a_full_tenant_does_not_block_others),
-    (classes_are_ignored, test_order.test_classes_then_arrival),
+    (rows_are_freed_and_still_count, test_turns.test_a_full_tenant_does_not_block_others),
+    (classes_are_ignored, test_turns.test_classes_then_arrival),
     (classes_are_ignored, trace),
-    (a_class_cannot_be_capped, test_order.test_a_tenant_may_not_exceed_its_class),
+    (a_class_cannot_be_capped, test_turns.test_a_tenant_may_not_exceed_its_class),
     (a_class_cannot_be_capped, trace),
-    (generated_tokens_are_free, test_order.test_statistics_by_class_and_tenant),
-    (a_prompt_is_charged_again, test_order.test_who_returns_is_first_of_its_class_and_pays_once),
-    (who_returns_goes_last, test_order.test_who_returns_is_first_of_its_class_and_pays_once),
-    (who_does_not_fit_is_passed, test_order.test_a_big_request_is_not_starved_by_small_ones),
-    (no_bound_on_passing_over, test_order.test_who_is_passed_over_is_found_again),
-    (any_name_has_its_own_statistics, test_order.test_statistics_by_class_and_tenant),
+    (generated_tokens_are_free, test_turns.test_statistics_by_class_and_tenant),
+    (a_prompt_is_charged_again, test_turns.test_who_returns_is_first_of_its_class_and_pays_once),
+    (who_returns_goes_last, test_turns.test_who_returns_is_first_of_its_class_and_pays_once),
+    (who_does_not_fit_is_passed, test_turns.test_a_big_request_is_not_starved_by_small_ones),
+    (no_bound_on_passing_over, test_turns.test_who_is_passed_over_is_found_again),
+    (any_name_has_its_own_statistics, test_turns.test_statistics_by_class_and_tenant),
     (idle_tenants_stay, partial(test_order.test_random_use_with_tenants, 1)),
     (the_deadline_check_is_inverted, test_admission.test_who_can_start_at_once_is_let_in),
     (the_deadline_check_is_inverted, test_admission.test_who_would_start_too_late_is_refused),
