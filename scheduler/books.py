@@ -24,7 +24,7 @@ def check_books(
 ) -> None:
     """Account for every page, boundary, slot, row, session and registry entry. Raises
     IntegrityError."""
-    queue.integrity()
+    queue.integrity(rows)
     keeping.integrity(idle=idle)
     pool.integrity(rows, [entry.pages for entry in keeping.cache])
     tables.integrity(s.slot for s in rows.values())

@@ -72,7 +72,8 @@ class SchedulerConfig:
     default_tenant: TenantPolicy = TenantPolicy()
 
     ageing_s: float = 30.0
-    """Seconds of waiting that lift a request by one priority class: what bounds starvation."""
+    """Seconds of waiting that lift a request by one priority class, up to the highest: what bounds
+    starvation."""
 
     max_token_gap_s: float | None = None
     """Most seconds that a step with prefill may take, as estimated, while some row decodes: how
@@ -133,6 +134,8 @@ class SchedulerConfig:
         for name in (*seconds, "ageing_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0 seconds")
+        if "other" in self.tenants:
+            raise ValueError("tenants: 'other' is what statistics call those without a policy")
         if self.max_token_gap_s is not None and not self.max_token_gap_s > 0:
             raise ValueError("max_token_gap_s must be > 0 seconds")
         if not 0 <= self.prefill_share <= 1:

@@ -26,6 +26,12 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     ----------------------  ------------------------  -------------------------------------------
     waiting requests        max_queue (64)            QueueFullError with a measured retry delay
     waiting prompt tokens   max_queued_tokens (256k)  the same
+    the same of a tenant    its max_queued_tokens     the same; InvalidRequestError when the prompt
+                            (None)                    alone exceeds it
+    time until it starts    the request's deadline    the same, once enough was measured
+                            (None)
+    time in a lower class   ageing_s (30) per class   counts as the next higher class
+    rows of a tenant        its max_rows (None)       wait in the queue; other tenants pass
     rows at once            max_rows (256), engine's  wait in the queue
     KV pages                engine's pool             kept prefixes go (LRU), then wait in the
                                                       queue; InvalidRequestError when the worst
@@ -65,6 +71,7 @@ from scheduler.books import check_books
 from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.depth import depth_policy
+from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
@@ -79,18 +86,16 @@ from scheduler.request import (
     GenerationRequest,
     InvalidRequestError,
     NotRunningError,
-    QueueFullError,
     Tokens,
 )
 from scheduler.sequence import Sequence, joined
 from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
+from scheduler.throughput import Throughput
 from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
 
 Prompt = NDArray[np.int32]
 
-RETRY_BOUNDS_S = (0.1, 60.0)
-"""Retry delays are clamped to this."""
 DEADLINE_SLACK_S = 0.05
 """How close to its deadline a client's leaving counts as the deadline's doing."""
 
@@ -105,9 +110,7 @@ class SchedulerCore:
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
         self._max_rows = min(config.max_rows, info.max_rows)
-        self._queue = WaitingQueue(
-            max_requests=config.max_queue, max_tokens=config.max_queued_tokens
-        )
+        self._queue = WaitingQueue(config)
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
         self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
@@ -133,8 +136,19 @@ class SchedulerCore:
         self._next_step = 0
         self._next_turn = 1
         self._closed: str | None = None
+        chunk = config.prefill_chunk or info.prefill_chunk
+        throughput = Throughput()
+        self._door = Door(
+            config=config,
+            chunk=chunk,
+            queue=self._queue,
+            rows=self._rows,
+            tables=self._tables,
+            meter=self._meter,
+            throughput=throughput,
+        )
         self._prefill = PrefillPlanner(
-            chunk=config.prefill_chunk or info.prefill_chunk,
+            chunk=chunk,
             rows=self._rows,
             queue=self._queue,
             pool=self._pool,
@@ -142,6 +156,7 @@ class SchedulerCore:
             memory=self._memory,
             cache=self.keeping.cache,
             groups=self._groups,
+            throughput=throughput,
         )
 
     # --- the world changes something -------------------------------------------------------------
@@ -174,13 +189,13 @@ class SchedulerCore:
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", "a live request has this id")
             prompt = validate(request, self.limits)
+            self._door.fits(request, len(prompt))
         except InvalidRequestError:
             self._meter.refused["invalid"] += 1
             raise
-        if refusal := self._queue.refusal(len(prompt)):
-            reason, limit, leaving = refusal
-            self._meter.refused[reason] += 1
-            raise QueueFullError(limit, self._retry_after(leaving, now))
+        if refusal := self._door.refusal(request, len(prompt), now):
+            self._meter.refused[refusal.reason] += 1
+            raise refusal
         sequence = self._sequence(request, prompt, now)
         if request.session_id is not None:
             self.keeping.sessions.touch(request.session_id, now)
@@ -202,6 +217,7 @@ class SchedulerCore:
         except InvalidRequestError:
             self._meter.refused["invalid"] += 1
             raise
+        sequence.work = 1 if self._groups.follows(sequence) else len(prompt)
         return sequence
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> bool:
@@ -338,6 +354,7 @@ class SchedulerCore:
                 keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
             del self._rows[sequence.row]
             self._memory.free(sequence)
+            self._queue.row_freed(sequence)
         return tuple(keep), tuple(sequence.row for sequence in ended)
 
     # --- commit ----------------------------------------------------------------------------------
@@ -409,6 +426,7 @@ class SchedulerCore:
             self._end(sequence, FinishReason.FAULT, now, row.fault)
             return 0
         sequence.record(row, now)
+        self._queue.charge(sequence, len(row.tokens))
         self._meter.row(row)
         prompt = None
         if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
@@ -488,11 +506,6 @@ class SchedulerCore:
 
     # --- looking in ------------------------------------------------------------------------------
 
-    def _retry_after(self, leaving: int, now: float) -> float:
-        """Seconds until `leaving` requests have left the queue, at the measured throughput."""
-        low, high = RETRY_BOUNDS_S
-        return min(max(leaving * self._meter.seconds_per_request(now), low), high)
-
     def integrity(self, *, idle: bool = False) -> None:
         """Account for every page, slot, row and registry entry. `idle`: after an empty plan with
         nothing in flight, when no ended row may be left either. Raises IntegrityError."""
@@ -511,7 +524,7 @@ class SchedulerCore:
     def statistics(self, now: float) -> Statistics:
         """A snapshot; costs one pass over the running rows."""
         running = [s for s in self._rows.values() if s.cause is None]
-        head = self._queue.head()
+        oldest = self._queue.oldest(now)
         self.keeping.sessions.expire(now)
         return Statistics(
             at=now,
@@ -534,7 +547,10 @@ class SchedulerCore:
             depth=self._meter.depth,
             step_s=self._meter.step_s,
             step_times=self._free.step_times(),
-            oldest_wait_s=now - head.submitted_at if head else 0.0,
+            queued_by_class=self._queue.by_class(),
+            oldest_wait_by_class=oldest,
+            oldest_wait_s=max(oldest.values()),
+            served=dict(self._queue.tenants.served),
             **self._meter.snapshot(),
             **self.keeping.snapshot(),
         )

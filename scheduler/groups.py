@@ -52,6 +52,11 @@ class Groups:
         group.members += 1
         group.queued += sequence.restores
 
+    def follows(self, sequence: Sequence) -> bool:
+        """Another member came before, which should prefill for this one too."""
+        group = self.of(sequence)
+        return group is not None and group.members > 1 and sequence.restores
+
     def start(self, sequence: Sequence) -> None:
         """A member leaves the queue."""
         if group := self.of(sequence):

@@ -20,6 +20,7 @@ from scheduler.pages import PagePool, PageTables
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
 from scheduler.sequence import Sequence
+from scheduler.throughput import Throughput, Waits
 from scheduler.ticket import Ticket
 
 Copies = tuple[tuple[int, int], ...]
@@ -39,6 +40,7 @@ class PrefillPlanner:
         memory: RowMemory,
         cache: PrefixCache,
         groups: Groups,
+        throughput: Throughput,
     ) -> None:
         self._size = chunk
         self._rows = rows
@@ -48,26 +50,39 @@ class PrefillPlanner:
         self._memory = memory
         self._cache = cache
         self._groups = groups
+        self._throughput = throughput
         self._next_row = 1
 
     def plan(self, ticket: Ticket, now: float) -> Copies:
         """Put one budget's worth of chunks on the ticket: prompts already begun first, then from
-        the queue. Returns the pages to copy before they run."""
+        the queue, in its order. Returns the pages to copy before they run."""
+        copies: list[tuple[int, int]] = []
+        waits = self._fill(ticket, copies, now)
+        self._throughput.plan(
+            tokens=ticket.prompt_tokens,
+            starts=sum(chunk.spec is not None for _, chunk in ticket.chunks),
+            waits=waits,
+            now=now,
+        )
+        return tuple(copies)
+
+    def _fill(self, ticket: Ticket, copies: list[tuple[int, int]], now: float) -> Waits:
+        """Returns what those wait for whom the step leaves."""
         budget = self._size
         for sequence in [s for s in self._rows.values() if s.prefilling and s.cause is None]:
             if self._end(sequence) - sequence.cursor > budget:
-                return ()
+                return Waits.BUDGET
             budget -= self._chunk(sequence, ticket)
-        copies: list[tuple[int, int]] = []
-        for sequence in list(self._queue):
+        for sequence in self._queue.candidates(now):
             if budget == 0:
-                break
+                return Waits.BUDGET
             if self._groups.waits(sequence):
                 continue
-            if not self._begin(sequence, budget, copies, now):
-                break
+            if waits := self._begin(sequence, budget, copies, now):
+                return waits
             budget -= self._chunk(sequence, ticket)
-        return tuple(copies)
+        begun = any(sequence.prefilling for sequence, _ in ticket.chunks)
+        return Waits.BUDGET if begun else Waits.NOBODY
 
     def saved(self, ticket: Ticket) -> None:
         """A step has come back: what it saved may be used, unless its row broke."""
@@ -80,23 +95,24 @@ class PrefillPlanner:
 
     def _begin(
         self, sequence: Sequence, budget: int, copies: list[tuple[int, int]], now: float
-    ) -> bool:
-        """Start a row from the longest prefix there is; without one if only that has room."""
+    ) -> Waits | None:
+        """Start a row from the longest prefix there is; without one if only that has room. Returns
+        what it must wait for, None when it has started."""
         most = self._memory.needed(sequence, len(sequence.prompt) - 1)
         unshared = self._pool.reserved - self._pool.cached
         if not self._tables.free_slots or unshared + most > self._pool.total:
-            return False
+            return Waits.ROOM
         entry = self._match(sequence)
         for choice in (entry, None) if entry else (None,):
             start = choice.position if choice else 0
             if self._cut(sequence, start) - start > budget:
-                return False
+                return Waits.BUDGET
             pages = self._memory.needed(sequence, start)
             yields = Yield.SESSIONS if self._rows else Yield.AWAITED
             if self._cache.make_room(pages, spare=choice, most=yields):
                 self._start(sequence, choice, copies, now)
-                return True
-        return False
+                return None
+        return Waits.ROOM
 
     def _match(self, sequence: Sequence) -> Entry | None:
         if not self._cache.total or not sequence.request.reuse_prefix:
@@ -110,7 +126,6 @@ class PrefillPlanner:
     def _start(
         self, sequence: Sequence, entry: Entry | None, copies: list[tuple[int, int]], now: float
     ) -> None:
-        self._queue.remove(sequence)
         self._groups.start(sequence)
         sequence.row, self._next_row = self._next_row, self._next_row + 1
         sequence.started_at = now
@@ -120,6 +135,9 @@ class PrefillPlanner:
             sequence.cached = sequence.cursor = entry.position
             sequence.origin = entry.boundary
             self._cache.use(entry)
+        self._queue.start(sequence)
+        prefilled = len(sequence.prompt) - sequence.cached
+        self._throughput.start(prefilled=prefilled, expected=sequence.work)
         if self._cache.total and sequence.restores:
             self._cache.started(sequence.cached)
         sequence.saves = self._saves(sequence)

@@ -7,6 +7,7 @@ where no page is, whatever it accepts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan import MAX_DEPTH, Logprobs, RowResult, RowSpec, pages_needed
-from scheduler.request import FinishReason, GenerationRequest, Usage
+from scheduler.request import FinishReason, GenerationRequest, Priority, Usage
 
 
 def _histogram() -> list[int]:
@@ -30,6 +31,21 @@ class Sequence:
     submitted_at: float
     depth_cap: int
     """Most drafts per cycle for this row; 0 when it is never drafted for."""
+
+    arrival: int = -1
+    """Its number in the order of arrival."""
+    priority: Priority = Priority.DEFAULT
+    """The class it came with, as far as its tenant may."""
+    level: Priority = Priority.DEFAULT
+    """The class it waits in, ageing included; once started, the class it is charged in."""
+    due: float = math.inf
+    """When ageing lifts it next, while it waits below the highest class."""
+    work: int = 0
+    """Tokens of its prompt that it should have to prefill, as far as was known when it came."""
+    charged: bool = False
+    """Its tenant has paid for the prompt."""
+    returned: bool = False
+    """It has had a row before: it waits again, and not at the door."""
 
     row: int = -1
     """Engine row id, -1 while queued."""

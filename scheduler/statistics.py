@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.plan import MAX_DEPTH, RowResult, StepPlan, StepResult
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, Priority
 from scheduler.sequence import per_position
 
 
@@ -59,13 +59,20 @@ class Statistics:
     """Smoothed device seconds per step."""
     step_times: Mapping[tuple[int, int], float]
     """Seconds per (batch bucket, depth) the depth controller believes in."""
+    queued_by_class: Mapping[Priority, int]
+    """By the class they came with; all classes."""
+    oldest_wait_by_class: Mapping[Priority, float]
+    """Seconds since the oldest of them came; 0 where nobody waits."""
     oldest_wait_s: float
-    """How long the head of the queue has waited."""
+    """The longest of these."""
+    served: Mapping[str, int]
+    """Tokens served, prompt tokens that were prefilled and generated ones, by tenant: those with a
+    policy of their own, and "other"."""
 
     submitted: int
     """Requests accepted."""
     refused: Mapping[str, int]
-    """By reason: max_queue, max_queued_tokens, invalid, not_running."""
+    """By reason: those of `Refusal`, invalid, not_running."""
     finished: Mapping[FinishReason, int]
     prompt_tokens: int
     """Prompt tokens prefilled."""

@@ -75,6 +75,9 @@ def serve(
     metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
     max_rows: MaxRows = 16,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
+    tenants: Annotated[
+        Path | None, typer.Option(help="TOML file with what each tenant may have.")
+    ] = None,
     kv_memory: KvMemory = None,
     prefix_memory: Annotated[
         str | None,
@@ -125,7 +128,11 @@ def serve(
         kv_memory=kv_memory,
         prefix_memory=prefix_memory if prefix_cache else prefix_memory or "0",
         deterministic=deterministic,
-        reuse={"prefix_cache": prefix_cache, "session_ttl_s": session_ttl},
+        reuse={
+            "prefix_cache": prefix_cache,
+            "session_ttl_s": session_ttl,
+            **_tenants(tenants),
+        },
         context=context,
         depth=depth,
         dtype=dtype,
@@ -189,6 +196,9 @@ def generate(
         str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
     ] = "auto",
     depth: DepthOption = "auto",
+    priority: Annotated[
+        str, typer.Option(help="Who goes first: batch, default or interactive.")
+    ] = "default",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     model: Model = None,
     revision: Revision = None,
@@ -200,7 +210,7 @@ def generate(
     mtp_gate: Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
-    from selfdraft.client import SpeculationMode
+    from selfdraft.client import Priority, SpeculationMode
 
     from service.oneshot import Ask, generate_at, generate_here
 
@@ -228,6 +238,7 @@ def generate(
         speculation=_choice("--speculation", speculation, SpeculationMode),
         max_depth=None if depth == "auto" else _depth(depth),
         timeout=timeout,
+        priority=_choice("--priority", priority, Priority),
     )
     here = {"model": model, "revision": revision, "kv-memory": kv_memory, "context": context}
     if target is not None:
@@ -399,6 +410,13 @@ def _or_none(size: str) -> int:
     from service.config import parse_bytes
 
     return 0 if size.strip() == "0" else parse_bytes(size)
+
+
+def _tenants(path: Path | None) -> dict[str, Any]:
+    """The scheduler's settings for tenants. Raises UsageError and SettingError."""
+    from service.tenant import read_tenants
+
+    return {} if path is None else read_tenants(_read("--tenants", path))
 
 
 def _depth(text: str) -> int:

@@ -20,6 +20,7 @@ from service.prompt import decode_ids, encode_input, prepare
 from service.relay import Relay
 from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
+from service.tenant import tenant_of
 from service.validation import Violations, check_id, check_known
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class InferenceServicer:
                 backend,
                 limits=self._config.limits,
                 request_id=record.request_id,
+                tenant=tenant_of(context),
                 deadline=self._deadline(context),
             )
             record.prepared = prepared

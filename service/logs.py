@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from scheduler.request import Usage
+from scheduler.request import Priority, Usage
 from service.config import LogFormat
 from service.prompt import Prepared
 from service.sampling import mode_name
@@ -147,6 +147,8 @@ def _asked(prepared: Prepared) -> dict[str, Any]:
         "constraint": options.form,
         "session_id": options.session_id,
         "reuse_prefix": None if options.reuse_prefix else False,
+        "tenant": request.tenant or None,
+        "priority": None if options.priority is Priority.DEFAULT else options.priority.name.lower(),
     }
     return values | {name: value for name, value in rare.items() if value is not None}
 

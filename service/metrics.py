@@ -19,8 +19,9 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import MAX_DEPTH, EngineInfo
 from scheduler.loop import StepRecord
-from scheduler.request import FinishReason, Tokens, Usage
+from scheduler.request import FinishReason, Priority, Tokens, Usage
 from scheduler.statistics import Statistics
+from scheduler.tenants import OTHER
 from service.errors import Reason
 from service.sampling import mode_name
 from service.text.grammar import Form
@@ -56,6 +57,8 @@ REFUSALS: Final = (
     Reason.INVALID_ARGUMENT,
     Reason.DUPLICATE_REQUEST,
     Reason.QUEUE_FULL,
+    Reason.TENANT_LIMIT,
+    Reason.DEADLINE_UNREACHABLE,
     Reason.LOADING,
     Reason.DRAINING,
     Reason.ENGINE_FAILED,
@@ -213,6 +216,7 @@ class _SchedulerCollector(Collector):
         statistics = self._take_statistics()
         if statistics is not None:
             yield from self._load(statistics)
+            yield from _queue(statistics)
             yield from _totals(statistics)
             yield from _speculation(statistics)
             yield from _reuse(statistics)
@@ -249,6 +253,31 @@ class _SchedulerCollector(Collector):
             self._acceptance.ratio(s.at),
         )
         yield _gauge("spec_decode_depth", "Drafts per cycle in the newest cycle.", s.depth)
+
+
+def _queue(s: Statistics) -> Iterable[Metric]:
+    waiting = GaugeMetricFamily(
+        "selfdraft_requests_waiting_by_priority",
+        "Requests in the queue, by the priority they came with.",
+        labels=["priority"],
+    )
+    oldest = GaugeMetricFamily(
+        "selfdraft_queue_oldest_wait_seconds",
+        "How long the oldest of them has waited; 0 without any.",
+        labels=["priority"],
+    )
+    for priority in Priority:
+        name = priority.name.lower()
+        waiting.add_metric([name], s.queued_by_class.get(priority, 0))
+        oldest.add_metric([name], s.oldest_wait_by_class.get(priority, 0.0))
+    yield waiting
+    yield oldest
+    yield _labelled(
+        "tenant_tokens",
+        "Tokens served, prefilled and generated, by tenants with a policy and all others.",
+        "tenant",
+        {OTHER: 0, **s.served},
+    )
 
 
 def _totals(s: Statistics) -> Iterable[Metric]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 from selfdraft import Client
-from selfdraft.client import SpeculationMode
+from selfdraft.client import Priority, SpeculationMode
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service import console, launch, logs
@@ -32,6 +32,7 @@ class Ask:
     speculation: SpeculationMode
     max_depth: int | None
     timeout: float | None
+    priority: Priority | None = None
 
 
 def generate_at(target: str, ask: Ask) -> None:
@@ -80,6 +81,7 @@ async def _stream(client: Client, ask: Ask) -> None:
         session_id=ask.session_id,
         speculation=ask.speculation,
         max_depth=ask.max_depth,
+        priority=ask.priority,
         timeout=ask.timeout,
     ) as generation:
         async for chunk in generation:

@@ -58,6 +58,7 @@ async def prepare(
     *,
     limits: RequestLimits,
     request_id: str,
+    tenant: str,
     deadline: float | None,
 ) -> Prepared:
     """Checks and tokenizes `request`. Raises ServiceError with every violation at once."""
@@ -97,6 +98,8 @@ async def prepare(
         constraint=constraints[0],
         reuse_prefix=options.reuse_prefix,
         session_id=options.session_id,
+        priority=options.priority,
+        tenant=tenant,
     )
     return Prepared(
         request_id=request_id,

@@ -10,6 +10,7 @@ from scheduler.request import (
     InvalidRequestError,
     NotRunningError,
     QueueFullError,
+    Refusal,
     SubmitError,
 )
 from service.errors import Reason, ServiceError, Violation, invalid
@@ -25,6 +26,14 @@ _PATHS: Final = {
     "reuse_prefix": "reuse_prefix",
 }
 """Fields of GenerationRequest whose name is another one for the client."""
+
+
+_BOUNDS: Final = {
+    Refusal.MAX_QUEUE: Reason.QUEUE_FULL,
+    Refusal.MAX_QUEUED_TOKENS: Reason.QUEUE_FULL,
+    Refusal.TENANT_QUEUED_TOKENS: Reason.TENANT_LIMIT,
+    Refusal.DEADLINE: Reason.DEADLINE_UNREACHABLE,
+}
 
 
 class Submissions:
@@ -70,12 +79,12 @@ class Submissions:
         self, refusal: SubmitError, scheduler: Scheduler, prepared: Prepared
     ) -> ServiceError:
         match refusal:
-            case QueueFullError(limit=limit, retry_after_s=delay):
+            case QueueFullError(reason=bound, limit=limit, retry_after_s=delay):
                 return ServiceError(
-                    Reason.QUEUE_FULL,
+                    _BOUNDS[bound],
                     str(refusal),
                     retry_after_s=delay,
-                    metadata={"limit": limit},
+                    metadata={"bound": bound, "limit": limit},
                 )
             case NotRunningError():
                 if scheduler.failed.is_set():

@@ -54,6 +54,16 @@ _MODES: Final = {
 }
 
 
+Priority = Literal["batch", "default", "interactive"]
+"""Who goes first when requests wait, as in the .proto file."""
+
+_PRIORITIES: Final = {
+    "batch": pb.PRIORITY_BATCH,
+    "default": pb.PRIORITY_DEFAULT,
+    "interactive": pb.PRIORITY_INTERACTIVE,
+}
+
+
 class Sampling(TypedDict, total=False):
     """Fields of `SamplingParams`; see there. At most one of json_schema, regex and grammar."""
 
@@ -279,6 +289,7 @@ class Client:
         request_id: str | None = None,
         session_id: str | None = None,
         reuse_prefix: bool | None = None,
+        priority: Priority | None = None,
         speculation: SpeculationMode = "auto",
         max_depth: int | None = None,
         timeout: float | None = None,
@@ -289,7 +300,7 @@ class Client:
 
         `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds. Of what
         the server answers nothing is raised here: errors come from the `Generation`. Raises
-        ValueError for an unknown `speculation`.
+        ValueError for an unknown `speculation` or `priority`.
         """
         request = pb.GenerateRequest(
             request_id=request_id, session_id=session_id, reuse_prefix=reuse_prefix
@@ -306,6 +317,10 @@ class Client:
             raise ValueError(f"speculation: must be one of {', '.join(_MODES)}")
         if speculation != "auto":
             request.speculation.mode = _MODES[speculation]
+        if priority is not None:
+            if priority not in _PRIORITIES:
+                raise ValueError(f"priority: must be one of {', '.join(_PRIORITIES)}")
+            request.priority = _PRIORITIES[priority]
         if max_depth is not None:
             request.speculation.max_depth = max_depth
         return self.start(request, timeout=timeout, metadata=metadata)

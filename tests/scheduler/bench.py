@@ -8,7 +8,7 @@ that each stream is what the request would have got alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from scheduler.request import (
     FinishReason,
     GenerationRequest,
     QueueFullError,
+    Refusal,
     Tokens,
 )
 from tests.scheduler.fake_engine import FakeEngine, expected_tokens, fake_logprobs
@@ -364,16 +365,18 @@ def fuzz(
     requests: int,
     in_flight: int,
     config: SchedulerConfig = SMALL,
+    dress: Callable[[GenerationRequest], GenerationRequest] = lambda request: request,
     **engine: int,
 ) -> Bench:
-    """Random requests, cancels, deadlines and readers; raises when a check fails."""
+    """Random requests, cancels, deadlines and readers; raises when a check fails. `dress` may
+    change each request."""
     rng = random.Random(seed)
     bench = Bench(engine=small_engine(**engine), config=config, in_flight=in_flight)
     waiting = [random_request(rng, 0, 0.0)]
     made = 1
     while made < requests or waiting:
         while made < requests and len(waiting) < 3:
-            request = random_request(rng, made, bench.now, bench.streams.values())
+            request = dress(random_request(rng, made, bench.now, bench.streams.values()))
             several = samples(rng, request)[: requests - made]
             waiting += several
             made += len(several)
@@ -382,8 +385,9 @@ def fuzz(
                 try:
                     bench.submit(request).reads = rng.random() > 0.25
                     waiting.remove(request)
-                except QueueFullError:
-                    break
+                except QueueFullError as refusal:
+                    if refusal.reason is not Refusal.DEADLINE:
+                        break
         if bench.live and rng.random() < 0.08:
             bench.cancel(rng.choice(list(bench.live)))
         if bench.live and rng.random() < 0.05:

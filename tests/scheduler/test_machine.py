@@ -16,6 +16,7 @@ from scheduler.request import (
     FinishReason,
     GenerationRequest,
     QueueFullError,
+    Refusal,
 )
 from tests.scheduler.bench import (
     SMALL,
@@ -90,7 +91,11 @@ class CoreMachine(RuleBasedStateMachine):
     def _submit(self, request: GenerationRequest, reads: bool) -> None:
         try:
             self.bench.submit(request).reads = reads
-        except QueueFullError:
+        except QueueFullError as refusal:
+            if refusal.reason is Refusal.DEADLINE:
+                assert request.deadline is not None
+                assert request.deadline > self.bench.now
+                return
             statistics = self.bench.core.statistics(self.bench.now)
             full = statistics.queued_requests == SMALL.max_queue
             size = len(request.prompt_ids)

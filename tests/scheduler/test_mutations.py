@@ -19,12 +19,12 @@ from engine.plan import EngineFailedError, KeepRow
 from scheduler import RequestHandle, Scheduler, acceptance, costs, depth, prefix
 from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
+from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry, PrefixCache, Yield
-from scheduler.queue import WaitingQueue
 from scheduler.request import Finished, FinishReason, Tokens
 from scheduler.sequence import Sequence
 from scheduler.thread import OwnerThread
@@ -279,7 +279,7 @@ def deadlines_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def the_queue_has_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitingQueue, "refusal", lambda self, prompt_tokens: None)
+    patch.setattr(Door, "refusal", lambda self, request, prompt_tokens, now: None)
 
 
 @mutation

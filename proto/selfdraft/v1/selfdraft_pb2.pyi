@@ -8,19 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_BATCH: _ClassVar[Priority]
+    PRIORITY_DEFAULT: _ClassVar[Priority]
+    PRIORITY_INTERACTIVE: _ClassVar[Priority]
+
 class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPECULATION_MODE_UNSPECIFIED: _ClassVar[SpeculationMode]
     SPECULATION_MODE_OFF: _ClassVar[SpeculationMode]
     SPECULATION_MODE_REJECTION: _ClassVar[SpeculationMode]
     SPECULATION_MODE_COUPLED: _ClassVar[SpeculationMode]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_BATCH: Priority
+PRIORITY_DEFAULT: Priority
+PRIORITY_INTERACTIVE: Priority
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_OFF: SpeculationMode
 SPECULATION_MODE_REJECTION: SpeculationMode
 SPECULATION_MODE_COUPLED: SpeculationMode
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculation", "session_id", "reuse_prefix")
+    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculation", "session_id", "reuse_prefix", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +40,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REUSE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokenized: TokenizedInput
@@ -37,7 +49,8 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     session_id: str
     reuse_prefix: bool
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class TokenizedInput(_message.Message):
     __slots__ = ("input_ids", "original_text")

@@ -89,6 +89,9 @@ class InferenceServicer:
         INVALID_ARGUMENT    INVALID_ARGUMENT  BadRequest lists every violation
         ALREADY_EXISTS      DUPLICATE_REQUEST a live request has this request_id
         RESOURCE_EXHAUSTED  QUEUE_FULL        with RetryInfo
+        RESOURCE_EXHAUSTED  TENANT_LIMIT      as much of this tenant waits as may; with RetryInfo
+        RESOURCE_EXHAUSTED  DEADLINE_UNREACHABLE  by what was measured, the call's deadline would
+        pass in the queue; with RetryInfo
         RESOURCE_EXHAUSTED  SLOW_READER       the stream was left unread for too long
         DEADLINE_EXCEEDED   DEADLINE_EXCEEDED the call's deadline passed, queued or running
         CANCELLED           CANCELLED         the client left
