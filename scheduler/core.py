@@ -18,7 +18,7 @@ with a constraint are a cohort of their own, planned only when no step in flight
 
 The parts: `scheduler.prefill` (who starts, and from what), `scheduler.prefix` and
 `scheduler.sessions` (what is kept), `scheduler.cohorts` and `scheduler.depth` (who decodes how
-deep).
+deep), `scheduler.delivery` (what becomes of results).
 
 Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
@@ -52,10 +52,7 @@ from numpy.typing import NDArray
 from engine.plan import (
     EngineFailedError,
     EngineInfo,
-    Finish,
     KeepRow,
-    PrefillChunk,
-    RowResult,
     SavedPrefix,
     StepPlan,
     StepResult,
@@ -64,6 +61,7 @@ from scheduler.admission import Limits, validate
 from scheduler.books import check_books
 from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
+from scheduler.delivery import Delivery
 from scheduler.depth import depth_policy
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
@@ -80,12 +78,11 @@ from scheduler.request import (
     InvalidRequestError,
     NotRunningError,
     QueueFullError,
-    Tokens,
 )
-from scheduler.sequence import Sequence, joined
+from scheduler.sequence import Sequence
 from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
-from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
+from scheduler.ticket import Ticket
 
 Prompt = NDArray[np.int32]
 
@@ -130,6 +127,13 @@ class SchedulerCore:
         self._tickets: deque[Ticket] = deque()
         self._outbox: list[tuple[str, Event]] = []
         self._meter = Meter(window_s=config.rate_window_s)
+        self._delivery = Delivery(
+            config=config,
+            meter=self._meter,
+            keeping=self.keeping,
+            outbox=self._outbox,
+            end=self._end,
+        )
         self._next_step = 0
         self._next_turn = 1
         self._closed: str | None = None
@@ -256,7 +260,8 @@ class SchedulerCore:
 
     def take_events(self) -> list[tuple[str, Event]]:
         """Events not taken yet, in order. `commit` includes them; ends outside of it do not."""
-        events, self._outbox = self._outbox, []
+        events = self._outbox.copy()
+        self._outbox.clear()
         return events
 
     def next_due(self) -> float | None:
@@ -353,99 +358,18 @@ class SchedulerCore:
         rows = {row.row: row for row in result.rows}
         tokens = 0
         for sequence, chunk in ticket.chunks:
-            sequence.tickets -= 1
-            sequence.ceiling -= chunk.last
-            sequence.floor -= chunk.last
-            tokens += self._apply_chunk(sequence, chunk, rows.pop(sequence.row, None), now)
+            tokens += self._delivery.chunk(sequence, chunk, rows.pop(sequence.row, None), now)
         self._prefill.saved(ticket)
         alone = not (ticket.chunks or (ticket.decode.rows and ticket.guided.rows))
         time = result.device_s if alone else None
         for planner, cohort in ((self._free, ticket.decode), (self._guided, ticket.guided)):
             decoded = [rows.pop(sequence.row, None) for sequence, _ in cohort.rows]
-            tokens += self._apply_cohort(cohort, decoded, now)
+            tokens += self._delivery.cohort(cohort, decoded, now)
             planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
         return self.take_events()
-
-    def _apply_chunk(
-        self, sequence: Sequence, chunk: PrefillChunk, row: RowResult | None, now: float
-    ) -> int:
-        """Give a row what a chunk of its prompt brought; returns tokens as `_apply` does."""
-        if sequence.cause is None and (problem := chunk_breach(sequence, chunk, row)):
-            self._breach(sequence, problem, now)
-            return 0
-        if row is not None and row.prompt_logprobs is not None:
-            sequence.prompt_logprobs.append(row.prompt_logprobs)
-        if not chunk.last and (row is None or row.fault is None):
-            return 0
-        return self._apply(sequence, row, 1, now)
-
-    def _apply_cohort(self, cohort: Cohort, decoded: list[RowResult | None], now: float) -> int:
-        """Give a cohort its results; returns tokens as `_apply` does."""
-        tokens = 0
-        for (sequence, most), row in zip(cohort.rows, decoded, strict=True):
-            sequence.tickets -= 1
-            sequence.ceiling -= most
-            sequence.floor -= 1
-            tokens += self._apply(sequence, row, most, now)
-        return tokens
-
-    def _apply(self, sequence: Sequence, row: RowResult | None, most: int, now: float) -> int:
-        """Give a row what a step brought; returns the tokens handed to its stream."""
-        if row is not None:
-            sequence.output += row.tokens
-            if row.fault is not None:
-                self._distrust(sequence)
-        if sequence.cause is not None:
-            self._discard(row)
-            return 0
-        if problem := breach(sequence, row, most):
-            self._breach(sequence, problem, now)
-            return 0
-        assert row is not None
-        if row.fault is not None:
-            self._end(sequence, FinishReason.FAULT, now, row.fault)
-            return 0
-        sequence.record(row, now)
-        self._meter.row(row)
-        prompt = None
-        if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
-            prompt = joined(sequence.prompt_logprobs)
-        burst = Tokens(
-            ids=row.tokens,
-            logprobs=row.logprobs,
-            prompt_logprobs=prompt,
-            drafted=row.drafted,
-            accepted=row.accepted,
-            at=now,
-        )
-        self._outbox.append((sequence.request.request_id, burst))
-        if row.finish is not None:
-            reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
-            self._end(sequence, reason, now, "")
-        elif sequence.unread >= self.config.stream_buffer and sequence.paused_at is None:
-            sequence.paused_at = now
-        return len(row.tokens)
-
-    def _breach(self, sequence: Sequence, problem: str, now: float) -> None:
-        self._distrust(sequence)
-        detail = f"the engine broke its contract: {problem}"
-        self._end(sequence, FinishReason.FAULT, now, detail)
-
-    def _distrust(self, sequence: Sequence) -> None:
-        """Its numbers are bad: neither it nor what it left or started from is kept."""
-        sequence.spoiled = True
-        self.keeping.cache.distrust(sequence.row, sequence.origin)
-
-    def _discard(self, row: RowResult | None) -> None:
-        """A result for a request that has ended."""
-        if row is None or not row.tokens:
-            self._meter.wasted_rows += 1
-        else:
-            self._meter.row(row)
-            self._meter.discarded_tokens += len(row.tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, detail: str) -> None:
         """Record the first cause and tell the client; the only place that does."""

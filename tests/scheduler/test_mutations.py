@@ -19,6 +19,7 @@ from engine.plan import EngineFailedError, KeepRow
 from scheduler import RequestHandle, Scheduler, acceptance, costs, depth, prefix
 from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
+from scheduler.delivery import Delivery
 from scheduler.groups import Groups
 from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
@@ -230,25 +231,26 @@ def results_do_not_settle_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def tokens_after_the_end_are_delivered(patch: pytest.MonkeyPatch) -> None:
-    def discard(self: SchedulerCore, row: Any) -> None:
-        if row is not None and row.tokens:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
+        if s.cause is not None and row is not None and row.tokens:
             late = Tokens(ids=row.tokens, drafted=0, accepted=0, at=0.0)
-            owner = self._rows[row.row].request_id
-            self._outbox.append((owner, late))
+            self._outbox.append((s.request_id, late))
+        return apply_well(self, s, row, most, now)
 
-    patch.setattr(SchedulerCore, "_discard", discard)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
 def a_later_cause_replaces_the_first(patch: pytest.MonkeyPatch) -> None:
-    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
         if s.cause is not None and row is not None and row.finish is not None:
             finished = Finished(reason=FinishReason.STOP, usage=s.usage(now))
             self._outbox.append((s.request_id, finished))
         return apply_well(self, s, row, most, now)
 
-    apply_well = SchedulerCore._apply
-    patch.setattr(SchedulerCore, "_apply", apply)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
@@ -383,15 +385,15 @@ def a_row_is_kept_while_a_step_names_it(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def tokens_after_the_end_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
         before = len(s.output) if s.cause is not None else None
         tokens = apply_well(self, s, row, most, now)
         if before is not None:
             del s.output[before:]
         return tokens
 
-    apply_well = SchedulerCore._apply
-    patch.setattr(SchedulerCore, "_apply", apply)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
