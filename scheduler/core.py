@@ -11,7 +11,9 @@ Life of a request: queued → running (a row; prefilling, then decoding) → end
 at once for its client, with the first cause, and emits nothing after it. Its row, slot and pages
 are *reaped* in one place, `_reap`, at the first plan after the last step in flight that names the
 row has come back; that same plan tells the engine to release it, and to keep its end as a prefix
-for later requests when there is one to keep.
+for later requests when there is one to keep. A row that is *preempted* (`scheduler.preemption`) is
+planned no more, gets what steps in flight bring, is reaped in the same way, and is queued again
+with its output as the end of its prompt.
 
 Each step carries prefill chunks and the decode cohorts side by side, so none starves another. Rows
 with a constraint are a cohort of their own, planned only when no step in flight names them.
@@ -27,9 +29,10 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     waiting requests        max_queue (64)            QueueFullError with a measured retry delay
     waiting prompt tokens   max_queued_tokens (256k)  the same
     rows at once            max_rows (256), engine's  wait in the queue
-    KV pages                engine's pool             kept prefixes go (LRU), then wait in the
-                                                      queue; InvalidRequestError when the worst
-                                                      case exceeds the whole pool
+    KV pages                engine's pool             kept prefixes go (LRU); then new rows wait
+                                                      in the queue, and the most junior ones are
+                                                      preempted; InvalidRequestError when the
+                                                      worst case exceeds the whole pool
     kept prefixes           engine's boundaries       the least recently used one goes
     sessions                max_sessions (256),       the least recently used one is unpinned
                             session_ttl_s (600)
@@ -44,6 +47,7 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -67,6 +71,7 @@ from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.preemption import Preemption, seniority
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry
 from scheduler.queue import WaitingQueue
@@ -107,7 +112,15 @@ class SchedulerCore:
         )
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
-        self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
+        self.keeping = Keeping(info=info, config=config, pool=self._pool)
+        """Prefixes and sessions."""
+        self._memory = RowMemory(
+            pool=self._pool,
+            tables=self._tables,
+            cache=self.keeping.cache,
+            page_size=info.page_size,
+            watermark=math.ceil(config.page_watermark * info.pages),
+        )
         self._free, self._guided = (
             CohortPlanner(
                 policy=depth_policy(config.depth, info.max_depth, table),
@@ -118,8 +131,6 @@ class SchedulerCore:
             for table in (config.costs_of(info), None)
         )
         self._groups = Groups()
-        self.keeping = Keeping(info=info, config=config, pool=self._pool)
-        """Prefixes and sessions."""
         self._live: dict[str, Sequence] = {}
         """Accepted requests that have not ended, by id."""
         self._rows: dict[int, Sequence] = {}
@@ -146,6 +157,14 @@ class SchedulerCore:
             memory=self._memory,
             cache=self.keeping.cache,
             groups=self._groups,
+        )
+        self._preemption = Preemption(
+            rows=self._rows,
+            pool=self._pool,
+            tables=self._tables,
+            memory=self._memory,
+            cache=self.keeping.cache,
+            max_displacements=config.max_displacements,
         )
 
     # --- the world changes something -------------------------------------------------------------
@@ -282,13 +301,24 @@ class SchedulerCore:
             raise IntegrityError(f"{self._max_in_flight} steps are in flight already")
         self._expire(now)
         keep, release = self._reap(now)
-        free, guided = self._cohorts()
+
+        def reap() -> None:
+            nonlocal keep, release
+            more_kept, more = self._reap(now)
+            keep, release = keep + more_kept, release + more
+
+        served = self._preemption.serve([s for s in self._rows.values() if s.can_decode], reap)
         ticket = Ticket(step=self._next_step)
+        self._prefill.blocked = None
         copies = self._prefill.plan(ticket, now)
+        waiting = self._prefill.blocked
+        if waiting is not None and self._preemption.displace(waiting, ticket):
+            reap()
+        free, guided = self._cohorts(served)
         alone = not (ticket.chunks or (free and guided))
         plan = StepPlan(
             step=ticket.step,
-            keep=keep,
+            keep=tuple(row for row in keep if self.keeping.cache.holds(row.boundary)),
             release=release,
             copies=copies,
             prefill=tuple(chunk for _, chunk in ticket.chunks),
@@ -314,9 +344,9 @@ class SchedulerCore:
             self._next_step += 1
         return plan
 
-    def _cohorts(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Rows that can decode now: free ones and guided ones."""
-        ready = [s for s in self._rows.values() if s.can_decode]
+    def _cohorts(self, served: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Rows that decode now, of those that have pages for it: free ones and guided ones."""
+        ready = [s for s in self._rows.values() if s in served and s.can_decode]
         guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
 
@@ -333,17 +363,36 @@ class SchedulerCore:
                 self._end(sequence, FinishReason.SLOW_READER, now, detail)
 
     def _reap(self, now: float) -> tuple[tuple[KeepRow, ...], tuple[int, ...]]:
-        """Free everything of ended rows that no step in flight names, after what is worth it was
-        kept; the only place that does."""
-        ended = [s for s in self._rows.values() if s.cause is not None and not s.tickets]
+        """Free everything of rows that have ended or were preempted and that no step in flight
+        names, after what is worth it was kept; the only place that does."""
+        gone = [s for s in self._rows.values() if s.is_gone and not s.tickets]
+        ids = tuple(sequence.row for sequence in gone)
+        ended = sorted((s for s in gone if s.cause is not None), key=lambda s: s.turn)
+        preempted = sorted((s for s in gone if s.cause is None), key=seniority, reverse=True)
         keep = []
-        for sequence in sorted(ended, key=lambda s: s.turn):
+        for sequence in ended + preempted:
             table = self._tables.table(sequence.slot)
-            if entry := self.keeping.end(sequence, table, now):
+            if sequence.cause is not None:
+                entry = self.keeping.end(sequence, table, now)
+            else:
+                entry = self.keeping.leave(sequence, table)
+            if entry is not None:
                 keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
             del self._rows[sequence.row]
             self._memory.free(sequence)
-        return tuple(keep), tuple(sequence.row for sequence in ended)
+        for sequence in preempted:  # the most senior one last: it is then the first in the queue
+            self._requeue(sequence, now)
+        return tuple(keep), ids
+
+    def _requeue(self, sequence: Sequence, now: float) -> None:
+        """A preempted row is freed: it waits to be computed again."""
+        assert sequence.leaving is not None
+        self._meter.preempted[sequence.leaving] += 1
+        sequence.suspend(now)
+        if sequence.hashes is not None:
+            sequence.hashes = self.keeping.cache.hashes(sequence.prompt, sequence.hashes)
+        self._groups.requeue(sequence)
+        self._queue.requeue(sequence)
 
     # --- commit ----------------------------------------------------------------------------------
 
@@ -378,7 +427,8 @@ class SchedulerCore:
         self._groups.end(sequence)
         sequence.cause = reason
         sequence.turn, self._next_turn = self._next_turn, self._next_turn + 1
-        sequence.paused_at = None
+        sequence.paused_at = sequence.leaving = None
+        self.keeping.end_waiting(sequence, now)
         del self._live[sequence.request_id]
         self._meter.end(reason, sequence.emitted)
         finished = Finished(reason=reason, usage=sequence.usage(now), detail=detail)
@@ -427,6 +477,7 @@ class SchedulerCore:
             queue=self._queue,
             pool=self._pool,
             tables=self._tables,
+            memory=self._memory,
             keeping=self.keeping,
             idle=idle,
         )
@@ -442,7 +493,7 @@ class SchedulerCore:
             queued_requests=len(self._queue),
             queued_tokens=self._queue.tokens,
             running=len(running),
-            prefilling=sum(s.first_token_at is None for s in running),
+            prefilling=sum(not s.produced for s in running),
             paused=sum(s.paused_at is not None for s in running),
             guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),
@@ -451,14 +502,15 @@ class SchedulerCore:
             pages_total=self._pool.total,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
-            pages_reserved=self._pool.reserved,
             pages_peak=self._pool.peak,
             tokens_per_second=self._meter.generated.per_second(now),
             prompt_tokens_per_second=self._meter.prefilled.per_second(now),
             depth=self._meter.depth,
             step_s=self._meter.step_s,
             step_times=self._free.step_times(),
-            oldest_wait_s=now - head.submitted_at if head else 0.0,
+            oldest_wait_s=now - head.queued_at if head else 0.0,
+            preempted_waiting=sum(s.preemptions > 0 for s in self._queue),
+            recomputed_tokens=self._prefill.recomputed,
             **self._meter.snapshot(),
             **self.keeping.snapshot(),
         )

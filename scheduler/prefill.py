@@ -49,6 +49,10 @@ class PrefillPlanner:
         self._cache = cache
         self._groups = groups
         self._next_row = 1
+        self.blocked: Sequence | None = None
+        """Whom the newest plan could not start for lack of a row or of pages."""
+        self.recomputed = 0
+        """Positions that rows had computed before they were preempted, and compute again."""
 
     def plan(self, ticket: Ticket, now: float) -> Copies:
         """Put one budget's worth of chunks on the ticket: prompts already begun first, then from
@@ -62,7 +66,7 @@ class PrefillPlanner:
         for sequence in list(self._queue):
             if budget == 0:
                 break
-            if self._groups.waits(sequence):
+            if self._groups.waits(sequence) or sequence.paused_at is not None:
                 continue
             if not self._begin(sequence, budget, copies, now):
                 break
@@ -82,9 +86,11 @@ class PrefillPlanner:
         self, sequence: Sequence, budget: int, copies: list[tuple[int, int]], now: float
     ) -> bool:
         """Start a row from the longest prefix there is; without one if only that has room."""
-        most = self._memory.needed(sequence, len(sequence.prompt) - 1)
-        unshared = self._pool.reserved - self._pool.cached
-        if not self._tables.free_slots or unshared + most > self._pool.total:
+        margin = self._memory.margin(alone=not self._rows)
+        least = self._memory.needed(sequence, len(sequence.prompt) - 1)
+        have = self._pool.unused + self._pool.cached
+        if not self._tables.free_slots or least + margin > have:
+            self.blocked = sequence
             return False
         entry = self._match(sequence)
         for choice in (entry, None) if entry else (None,):
@@ -93,9 +99,10 @@ class PrefillPlanner:
                 return False
             pages = self._memory.needed(sequence, start)
             yields = Yield.SESSIONS if self._rows else Yield.AWAITED
-            if self._cache.make_room(pages, spare=choice, most=yields):
+            if self._cache.make_room(pages, spare=choice, most=yields, margin=margin):
                 self._start(sequence, choice, copies, now)
                 return True
+        self.blocked = sequence
         return False
 
     def _match(self, sequence: Sequence) -> Entry | None:
@@ -113,15 +120,19 @@ class PrefillPlanner:
         self._queue.remove(sequence)
         self._groups.start(sequence)
         sequence.row, self._next_row = self._next_row, self._next_row + 1
-        sequence.started_at = now
+        if sequence.started_at is None:
+            sequence.started_at, sequence.order = now, sequence.row
         if copy := self._memory.start(sequence, entry):
             copies.append(copy)
         if entry is not None:
             sequence.cached = sequence.cursor = entry.position
             sequence.origin = entry.boundary
             self._cache.use(entry)
-        if self._cache.total and sequence.restores:
-            self._cache.started(sequence.cached)
+        if sequence.cached_at_first is None:
+            sequence.cached_at_first = sequence.cached
+            if self._cache.total and sequence.restores:
+                self._cache.started(sequence.cached)
+        self.recomputed += max(0, sequence.computed - sequence.cached)
         sequence.saves = self._saves(sequence)
         self._rows[sequence.row] = sequence
 
@@ -132,7 +143,8 @@ class PrefillPlanner:
         end = len(sequence.prompt) - 1
         last = end - end % self._size
         group = self._groups.of(sequence)
-        if group is not None and group.leader is None and sequence.cached < end:
+        leads = group is not None and group.leader is None and not sequence.resumes
+        if group is not None and leads and sequence.cached < end:
             group.leader = sequence
             last = end
         common = self._cache.common(sequence.prompt, sequence.hashes)

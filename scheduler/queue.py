@@ -1,6 +1,6 @@
 """Who waits for a row, in which order, and how many may.
 
-Order is arrival for now. Priorities and tenants replace `head`; the bounds stay.
+Order is by class, then arrival.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """First come, first served, bounded in requests and in prompt tokens."""
+    """Bounded in requests and in prompt tokens, except for those that come back."""
 
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -25,7 +25,7 @@ class WaitingQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting.values())
+        return iter(sorted(self._waiting.values(), key=lambda s: -s.priority))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
@@ -52,6 +52,11 @@ class WaitingQueue:
         self._waiting[sequence.request_id] = sequence
         self.tokens += len(sequence.prompt)
 
+    def requeue(self, sequence: Sequence) -> None:
+        """A preempted one is back: it is the first of its class. No bound refuses it."""
+        self._waiting = {sequence.request_id: sequence, **self._waiting}
+        self.tokens += len(sequence.prompt)
+
     def head(self) -> Sequence | None:
         """Who starts next."""
         return next(iter(self), None)
@@ -62,8 +67,9 @@ class WaitingQueue:
 
     def integrity(self) -> None:
         """Raises IntegrityError."""
+        new = [len(s.prompt) for s in self if not s.preemptions]
         tokens = sum(len(sequence.prompt) for sequence in self)
-        if self.tokens != tokens or len(self) > self.max_requests or tokens > self.max_tokens:
+        if self.tokens != tokens or len(new) > self.max_requests or sum(new) > self.max_tokens:
             raise IntegrityError("the queue's counts are off or beyond its bounds")
         if any(sequence.started or sequence.cause for sequence in self):
             raise IntegrityError("a started or ended sequence is still queued")

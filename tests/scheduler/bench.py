@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from engine.plan import SamplingParams, StepPlan
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
+from scheduler.preemption import seniority
+from scheduler.prefix import Yield
 from scheduler.request import (
     Event,
     Finished,
@@ -133,6 +135,7 @@ class Stream:
         assert usage.prompt_tokens == len(self.request.prompt_ids)
         assert usage.accepted_tokens <= usage.draft_tokens
         assert 0 <= usage.cached_tokens < usage.prompt_tokens
+        assert usage.cycles <= max(0, len(self.tokens) - 1)
         form = self.request.constraint
         if isinstance(form, Multiples):
             assert form.advanced[: len(self.tokens)] == self.tokens
@@ -193,8 +196,7 @@ class Bench:
             due = stream.request.deadline
             assert due is None or due > self.now, f"{stream.request.request_id} is past due"
         left_out = {row for row, stream in ready.items() if stream.finished is None}
-        left_out -= decoding(plan)
-        assert not left_out, f"rows {left_out} could decode and were left out"
+        self._check_left_out(left_out - decoding(plan), plan)
         if not plan.is_empty:
             self.engine.submit(plan)
             self.outstanding.append(plan)
@@ -243,7 +245,7 @@ class Bench:
         assert self.engine.rows == 0, "a row is left in the engine"
         statistics = self.core.statistics(self.now)
         kept = statistics.pages_cached
-        assert (statistics.pages_used, statistics.pages_reserved) == (kept, kept)
+        assert (statistics.pages_used, statistics.preempted_waiting) == (kept, 0)
         assert set(self.engine.cache.boundaries) == {e.boundary for e in self.core.keeping.cache}
         assert sum(statistics.finished.values()) == statistics.submitted == len(self.streams)
         for stream in self.streams.values():
@@ -255,18 +257,38 @@ class Bench:
         self.core.keeping.cache.clear("flush")
         self.run()
         statistics = self.core.statistics(self.now)
-        assert (statistics.pages_used, statistics.pages_reserved) == (0, 0)
+        assert statistics.pages_used == 0
         assert (statistics.entries, statistics.sessions) == (0, 0)
         assert not self.engine.cache.boundaries
 
     # --- checks ----------------------------------------------------------------------------------
 
+    def _check_left_out(self, rows: set[int], plan: StepPlan) -> None:
+        """A row that could decode does, unless it leaves or there are no pages for it; then nobody
+        starts, and no row that it goes before has stayed."""
+        core = self.core
+        left_out = [core._rows[row] for row in rows if row in core._rows]
+        short = [s for s in left_out if s.leaving is None]
+        for sequence in short:
+            lack = core._memory.missing(sequence, sequence.reach(0))
+            assert lack, f"row {sequence.row} could decode and was left out"
+            room = core.keeping.cache.can_make_room(lack, most=Yield.AWAITED)
+            first = sequence is min(left_out, key=seniority)
+            assert not (room and first), f"row {sequence.row} has room and was left out"
+        if short:
+            started = [chunk.row for chunk in plan.prefill if chunk.spec is not None]
+            assert not started, f"rows {started} start while others have no page to grow into"
+
     def _must_decode(self) -> dict[int, Stream]:
         """Rows that have begun to stream, may go on, and whose reader keeps up."""
         ready = {}
         for request_id, stream in self.live.items():
-            row = self.core._live[request_id].row
+            sequence = self.core._live[request_id]
+            row = sequence.row
+            if sequence.is_gone or sequence.prefilling or not sequence.started:
+                continue  # it is computed again
             named = sum(row in decoding(plan) for plan in self.outstanding)
+            named += sum(c.row == row and c.last for p in self.outstanding for c in p.prefill)
             more = len(stream.tokens) + named < stream.request.max_tokens
             more = more and not (stream.request.constraint and named)
             if stream.tokens and more and stream.unread < self.config.stream_buffer:

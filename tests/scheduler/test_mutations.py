@@ -53,17 +53,6 @@ def a_page_is_not_freed(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def a_promise_is_kept_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    def free(self: PagePool, owner: int) -> None:
-        promised = self._promised_sum
-        free_well(self, owner)
-        self._promised_sum = promised
-
-    free_well = PagePool.free
-    patch.setattr(PagePool, "free", free)
-
-
-@mutation
 def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
     def allocate(self: PagePool, owner: int, count: int) -> list[int]:
         pages = allocate_well(self, owner, count)
@@ -76,8 +65,8 @@ def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def rows_start_without_a_reservation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagePool, "can_reserve", lambda self, count: True)
+def rows_start_without_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "can_make_room", lambda self, pages, **others: True)
 
 
 @mutation
@@ -266,9 +255,9 @@ def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
-    def cohorts(self: SchedulerCore) -> Any:
+    def cohorts(self: SchedulerCore, served: Any) -> Any:
         paused = any(s.paused_at is not None for s in self._live.values())
-        return ([], []) if paused else cohorts_well(self)
+        return ([], []) if paused else cohorts_well(self, served)
 
     cohorts_well = SchedulerCore._cohorts
     patch.setattr(SchedulerCore, "_cohorts", cohorts)
@@ -322,10 +311,10 @@ def a_borrower_gets_the_partly_filled_page_itself(patch: pytest.MonkeyPatch) -> 
         if entry is None:
             return start_well(self, sequence, entry)
         pages = entry.pages.tolist()
-        worst = sequence.pages_at_worst(self._page_size)
-        self._pool.reserve(sequence.row, worst - len(pages), pages)
+        self._pool.open(sequence.row, pages)
         sequence.slot = self._tables.take_slot()
         self._tables.extend(sequence.slot, pages)
+        self.grow(sequence, len(sequence.prompt))
         return None
 
     start_well = RowMemory.start
@@ -411,8 +400,8 @@ def a_guided_row_is_planned_while_a_step_names_it(patch: pytest.MonkeyPatch) -> 
 
 @mutation
 def an_entry_in_use_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    def make_room(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return room_well(self, pages, spare=None, most=most)
+    def make_room(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return room_well(self, pages, **{**others, "spare": None})
 
     room_well = PrefixCache.make_room
     patch.setattr(PrefixCache, "make_room", make_room)
@@ -437,15 +426,6 @@ def the_engine_is_not_told_to_drop(patch: pytest.MonkeyPatch) -> None:
 
     planned_well = PrefixCache.planned
     patch.setattr(PrefixCache, "planned", planned)
-
-
-@mutation
-def what_is_shared_is_reserved_again(patch: pytest.MonkeyPatch) -> None:
-    def reserve(self: PagePool, owner: int, count: int, shared: Any = ()) -> None:
-        reserve_well(self, owner, count + len(shared), shared)
-
-    reserve_well = PagePool.reserve
-    patch.setattr(PagePool, "reserve", reserve)
 
 
 CHECKS = (IntegrityError, PlanError, EngineFailedError, AssertionError)
@@ -576,12 +556,12 @@ def a_session_pins_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def pins_never_yield(patch: pytest.MonkeyPatch) -> None:
-    make_room = PrefixCache.make_room
+    make_room = PrefixCache.can_make_room
 
-    def stubborn(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return make_room(self, pages, spare=spare, most=Yield.LOOSE)
+    def stubborn(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return make_room(self, pages, **{**others, "most": Yield.LOOSE})
 
-    patch.setattr(PrefixCache, "make_room", stubborn)
+    patch.setattr(PrefixCache, "can_make_room", stubborn)
 
 
 def samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -591,10 +571,8 @@ def samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
 def the_match_is_never_given_up(patch: pytest.MonkeyPatch) -> None:
     make_room = PrefixCache.make_room
 
-    def faithful(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return (spare is not None or not len(self)) and make_room(
-            self, pages, spare=spare, most=most
-        )
+    def faithful(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return bool(others.get("spare") or not len(self)) and make_room(self, pages, **others)
 
     patch.setattr(PrefixCache, "make_room", faithful)
 
