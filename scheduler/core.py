@@ -377,7 +377,7 @@ class SchedulerCore:
             else:
                 entry = self.keeping.leave(sequence, table)
             if entry is not None:
-                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
+                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=entry.pages))
             del self._rows[sequence.row]
             self._memory.free(sequence)
         for sequence in preempted:  # the most senior one last: it is then the first in the queue
