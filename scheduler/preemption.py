@@ -64,9 +64,14 @@ class Preemption:
         self._memory.owed = 0
         if sum(map(self._lacks, ready)) > self._pool.unused:
             ready = sorted(ready, key=seniority)
+            self._make_leave(ready)
+            reap()
         served: set[Sequence] = set()
         for sequence in ready:
-            if sequence.can_decode and self._can_serve(sequence, reap):
+            lack = self._lacks(sequence) if sequence.can_decode else 0
+            if lack and not self._has_room(lack + self._memory.owed):
+                self._memory.owed += lack
+            elif sequence.can_decode:
                 self._memory.grow(sequence, sequence.reach(0))
                 served.add(sequence)
         return served
@@ -74,27 +79,24 @@ class Preemption:
     def _lacks(self, sequence: Sequence) -> int:
         return self._memory.missing(sequence, sequence.reach(0))
 
-    def _can_serve(self, sequence: Sequence, reap: Reap) -> bool:
-        """Whether there are pages for the row beside those owed to its seniors; if not, its juniors
-        leave, and those that can at once do."""
-        lack = self._lacks(sequence)
-        if not lack:
-            return True
-        if not self._has_room(lack):
-            self._make_leave(sequence, lack)
-            reap()
-        if self._has_room(lack):
-            return True
-        self._memory.owed += lack
-        return False
-
     def _has_room(self, pages: int) -> bool:
-        return self._cache.can_make_room(pages, most=Yield.AWAITED, margin=self._memory.owed)
+        return self._cache.can_make_room(pages, most=Yield.AWAITED)
 
-    def _make_leave(self, needy: Sequence, lack: int) -> None:
+    def _make_leave(self, ready: list[Sequence]) -> None:
+        """Mark juniors of rows that cannot grow, where that helps."""
+        lack = 0
+        for sequence in ready:
+            if sequence.leaving is None and self._lacks(sequence):
+                lack += self._lacks(sequence)
+                if not self._has_room(lack):
+                    self._make_juniors_leave(sequence, lack)
+
+    def _make_juniors_leave(self, needy: Sequence, pages: int) -> None:
+        """Until `pages` pages, those of the row and its seniors, are free or will be; nobody when
+        all of its juniors hold too little."""
         rank = seniority(needy)
         juniors = [s for s in self._staying() if seniority(s) > rank]
-        lack += self._memory.owed - self._pool.unused - self._cache.evictable(Yield.AWAITED)
+        lack = pages - self._pool.unused - self._cache.evictable(Yield.AWAITED)
         going = self._going()
         victims: list[Sequence] = []
         while self._pool.only_of(going) < lack:

@@ -26,6 +26,7 @@ from scheduler.request import (
     Finished,
     FinishReason,
     GenerationRequest,
+    Priority,
     QueueFullError,
     Tokens,
 )
@@ -166,6 +167,11 @@ class Bench:
         self.live: dict[str, Stream] = {}
         self.outstanding: list[StepPlan] = []
 
+    @property
+    def displaced(self) -> int:
+        """Rows that were freed for the sake of a higher class."""
+        return self.core.statistics(self.now).preemptions["priority"]
+
     # --- moves -----------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -190,13 +196,15 @@ class Bench:
     def plan(self) -> StepPlan:
         """Plan, and submit unless it is empty."""
         ready = self._must_decode()
+        displaced = self.displaced
         plan = self.core.plan(self.now)
         self._deliver(self.core.take_events())
         for stream in self.live.values():
             due = stream.request.deadline
             assert due is None or due > self.now, f"{stream.request.request_id} is past due"
         left_out = {row for row, stream in ready.items() if stream.finished is None}
-        self._check_left_out(left_out - decoding(plan), plan)
+        if self.displaced == displaced:
+            self._check_left_out(left_out - decoding(plan), plan)
         if not plan.is_empty:
             self.engine.submit(plan)
             self.outstanding.append(plan)
@@ -327,6 +335,10 @@ SMALL = SchedulerConfig(
 )
 
 
+TINY = replace(SMALL, page_watermark=0.0)
+"""For pools that one request can fill: rows are preempted all the time."""
+
+
 def random_prompt(rng: random.Random, streams: Iterable[Stream]) -> list[int]:
     """Fresh tokens; or one of a few beginnings, or what some stream has had so far (the next turn
     of a conversation), and fresh tokens after it."""
@@ -386,16 +398,20 @@ def fuzz(
     requests: int,
     in_flight: int,
     config: SchedulerConfig = SMALL,
+    priorities: bool = False,
     **engine: int,
 ) -> Bench:
-    """Random requests, cancels, deadlines and readers; raises when a check fails."""
-    rng = random.Random(seed)
+    """Random requests, cancels, deadlines and readers; raises when a check fails. `priorities`: of
+    random classes."""
+    rng, classes = random.Random(seed), random.Random(seed)
     bench = Bench(engine=small_engine(**engine), config=config, in_flight=in_flight)
     waiting = [random_request(rng, 0, 0.0)]
     made = 1
     while made < requests or waiting:
         while made < requests and len(waiting) < 3:
             request = random_request(rng, made, bench.now, bench.streams.values())
+            if priorities:
+                request = replace(request, priority=classes.choice(list(Priority)))
             several = samples(rng, request)[: requests - made]
             waiting += several
             made += len(several)
