@@ -197,7 +197,10 @@ class Bench:
         """Plan, and submit unless it is empty."""
         ready = self._must_decode()
         displaced = self.displaced
+        leaving = {row for row, s in self.core._rows.items() if s.leaving is not None}
         plan = self.core.plan(self.now)
+        again = leaving & (decoding(plan) | {chunk.row for chunk in plan.prefill})
+        assert not again, f"rows {again} are preempted and planned again"
         self._deliver(self.core.take_events())
         for stream in self.live.values():
             due = stream.request.deadline
