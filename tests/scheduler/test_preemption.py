@@ -11,6 +11,7 @@ import pytest
 from engine.plan import PrefillChunk
 from scheduler.config import SchedulerConfig
 from scheduler.request import FinishReason, Priority, Usage
+from scheduler.sequence import Preempted
 from tests.scheduler.bench import TICK_S, Bench, Multiples, Stream, make_request
 from tests.scheduler.fake_engine import FakeEngine
 
@@ -78,13 +79,16 @@ def test_the_lowest_class_goes_first_then_the_youngest(in_flight: int) -> None:
 
 
 def test_of_several_juniors_the_most_junior_leaves() -> None:
-    """All three need a page at once; the first takes it from the last."""
-    b = bench(replace(CONFIG, prefill_chunk=64), pages=9)
-    classes = {"mid": MID, "old": LOW, "young": LOW}
-    for name, priority in classes.items():
-        b.submit(make_request(name, prompt=9, max_tokens=27, priority=priority))
-    assert order_of_first_preemptions(b, classes) == ["young", "old"]
-    b.finish()
+    b = bench(replace(CONFIG, prefill_chunk=64))
+    for name, priority in (("mid", MID), ("old", LOW), ("young", LOW)):
+        b.submit(make_request(name, prompt=8, max_tokens=27, priority=priority))
+    b.step()
+    core = b.core
+    core._pool.open(99)
+    core._pool.allocate(99, core._pool.unused)  # somebody else has all the others
+    assert core._preemption.serve([core._live["mid"]], lambda: None) == set()
+    leaving = {name: core._live[name].leaving for name in b.live}
+    assert leaving == {"mid": None, "old": None, "young": Preempted.PAGES}
 
 
 def test_a_resumed_row_is_as_old_as_it_was() -> None:
