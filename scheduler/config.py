@@ -56,6 +56,17 @@ class SchedulerConfig:
     max_rows: int = 256
     """Rows that run at once; the engine's own `max_rows` is the harder limit."""
 
+    page_watermark: float = 0.05
+    """Share of the KV pages, in [0, 1), that must be free, or held by kept prefixes only, after a
+    row has started beside others. Rows take pages as they grow; without something left to grow
+    into, a row that starts on the last pages is preempted a moment later, and its prefill was for
+    nothing."""
+
+    max_displacements: int = 2
+    """Times, >= 0, that a request gives up its row to one of a higher class; then it keeps it,
+    unless rows run out of pages. Each time costs the prefill of all it had; this bounds the waste,
+    and the starvation. 0: a class decides who starts, and nothing after that."""
+
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens; None leaves it to the context length."""
 
@@ -140,6 +151,10 @@ class SchedulerConfig:
             raise ValueError("max_token_gap_s must be > 0 seconds")
         if not 0 <= self.prefill_share <= 1:
             raise ValueError("prefill_share must be in [0, 1]")
+        if not 0 <= self.page_watermark < 1:
+            raise ValueError("page_watermark must be in [0, 1)")
+        if self.max_displacements < 0:
+            raise ValueError("max_displacements must be >= 0")
         if self.depth != "auto" and not (
             isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH
         ):

@@ -11,14 +11,16 @@ Life of a request: queued → running (a row; prefilling, then decoding) → end
 at once for its client, with the first cause, and emits nothing after it. Its row, slot and pages
 are *reaped* in one place, `_reap`, at the first plan after the last step in flight that names the
 row has come back; that same plan tells the engine to release it, and to keep its end as a prefix
-for later requests when there is one to keep.
+for later requests when there is one to keep. A row that is *preempted* (`scheduler.preemption`) is
+planned no more, gets what steps in flight bring, is reaped in the same way, and is queued again
+with its output as the end of its prompt.
 
 Each step carries prefill chunks and the decode cohorts side by side, so none starves another. Rows
 with a constraint are a cohort of their own, planned only when no step in flight names them.
 
 The parts: `scheduler.prefill` (who starts, and from what), `scheduler.prefix` and
 `scheduler.sessions` (what is kept), `scheduler.cohorts` and `scheduler.depth` (who decodes how
-deep).
+deep), `scheduler.delivery` (what becomes of results).
 
 Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
@@ -33,9 +35,10 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     time in a lower class   ageing_s (30) per class   counts as the next higher class
     rows of a tenant        its max_rows (None)       wait in the queue; other tenants pass
     rows at once            max_rows (256), engine's  wait in the queue
-    KV pages                engine's pool             kept prefixes go (LRU), then wait in the
-                                                      queue; InvalidRequestError when the worst
-                                                      case exceeds the whole pool
+    KV pages                engine's pool             kept prefixes go (LRU); then new rows wait
+                                                      in the queue, and the most junior ones are
+                                                      preempted; InvalidRequestError when the
+                                                      worst case exceeds the whole pool
     kept prefixes           engine's boundaries       the least recently used one goes
     sessions                max_sessions (256),       the least recently used one is unpinned
                             session_ttl_s (600)
@@ -50,6 +53,7 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -58,10 +62,7 @@ from numpy.typing import NDArray
 from engine.plan import (
     EngineFailedError,
     EngineInfo,
-    Finish,
     KeepRow,
-    PrefillChunk,
-    RowResult,
     SavedPrefix,
     StepPlan,
     StepResult,
@@ -70,12 +71,14 @@ from scheduler.admission import Limits, validate
 from scheduler.books import check_books
 from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
+from scheduler.delivery import Delivery
 from scheduler.depth import depth_policy
 from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.preemption import Preemption, seniority
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry
 from scheduler.queue import WaitingQueue
@@ -86,13 +89,12 @@ from scheduler.request import (
     GenerationRequest,
     InvalidRequestError,
     NotRunningError,
-    Tokens,
 )
-from scheduler.sequence import Sequence, joined
+from scheduler.sequence import Sequence
 from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
 from scheduler.throughput import Throughput
-from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
+from scheduler.ticket import Ticket
 
 Prompt = NDArray[np.int32]
 
@@ -113,7 +115,15 @@ class SchedulerCore:
         self._queue = WaitingQueue(config)
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
-        self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
+        self.keeping = Keeping(info=info, config=config, pool=self._pool)
+        """Prefixes and sessions."""
+        self._memory = RowMemory(
+            pool=self._pool,
+            tables=self._tables,
+            cache=self.keeping.cache,
+            page_size=info.page_size,
+            watermark=math.ceil(config.page_watermark * info.pages),
+        )
         self._free, self._guided = (
             CohortPlanner(
                 policy=depth_policy(config.depth, info.max_depth, table),
@@ -124,8 +134,6 @@ class SchedulerCore:
             for table in (config.costs_of(info), None)
         )
         self._groups = Groups()
-        self.keeping = Keeping(info=info, config=config, pool=self._pool)
-        """Prefixes and sessions."""
         self._live: dict[str, Sequence] = {}
         """Accepted requests that have not ended, by id."""
         self._rows: dict[int, Sequence] = {}
@@ -133,6 +141,14 @@ class SchedulerCore:
         self._tickets: deque[Ticket] = deque()
         self._outbox: list[tuple[str, Event]] = []
         self._meter = Meter(window_s=config.rate_window_s)
+        self._delivery = Delivery(
+            config=config,
+            meter=self._meter,
+            keeping=self.keeping,
+            outbox=self._outbox,
+            end=self._end,
+            queue=self._queue,
+        )
         self._next_step = 0
         self._next_turn = 1
         self._closed: str | None = None
@@ -157,6 +173,14 @@ class SchedulerCore:
             cache=self.keeping.cache,
             groups=self._groups,
             throughput=throughput,
+        )
+        self._preemption = Preemption(
+            rows=self._rows,
+            pool=self._pool,
+            tables=self._tables,
+            memory=self._memory,
+            cache=self.keeping.cache,
+            max_displacements=config.max_displacements,
         )
 
     # --- the world changes something -------------------------------------------------------------
@@ -272,7 +296,8 @@ class SchedulerCore:
 
     def take_events(self) -> list[tuple[str, Event]]:
         """Events not taken yet, in order. `commit` includes them; ends outside of it do not."""
-        events, self._outbox = self._outbox, []
+        events = self._outbox.copy()
+        self._outbox.clear()
         return events
 
     def next_due(self) -> float | None:
@@ -293,13 +318,24 @@ class SchedulerCore:
             raise IntegrityError(f"{self._max_in_flight} steps are in flight already")
         self._expire(now)
         keep, release = self._reap(now)
-        free, guided = self._cohorts()
+
+        def reap() -> None:
+            nonlocal keep, release
+            more_kept, more = self._reap(now)
+            keep, release = keep + more_kept, release + more
+
+        served = self._preemption.serve([s for s in self._rows.values() if s.can_decode], reap)
         ticket = Ticket(step=self._next_step)
+        self._prefill.blocked = None
         copies = self._prefill.plan(ticket, now)
+        waiting = self._prefill.blocked
+        if waiting is not None and self._preemption.displace(waiting, ticket):
+            reap()
+        free, guided = self._cohorts(served)
         alone = not (ticket.chunks or (free and guided))
         plan = StepPlan(
             step=ticket.step,
-            keep=keep,
+            keep=tuple(row for row in keep if self.keeping.cache.holds(row.boundary)),
             release=release,
             copies=copies,
             prefill=tuple(chunk for _, chunk in ticket.chunks),
@@ -325,9 +361,9 @@ class SchedulerCore:
             self._next_step += 1
         return plan
 
-    def _cohorts(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Rows that can decode now: free ones and guided ones."""
-        ready = [s for s in self._rows.values() if s.can_decode]
+    def _cohorts(self, served: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Rows that decode now, of those that have pages for it: free ones and guided ones."""
+        ready = [s for s in self._rows.values() if s in served and s.can_decode]
         guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
 
@@ -344,18 +380,37 @@ class SchedulerCore:
                 self._end(sequence, FinishReason.SLOW_READER, now, detail)
 
     def _reap(self, now: float) -> tuple[tuple[KeepRow, ...], tuple[int, ...]]:
-        """Free everything of ended rows that no step in flight names, after what is worth it was
-        kept; the only place that does."""
-        ended = [s for s in self._rows.values() if s.cause is not None and not s.tickets]
+        """Free everything of rows that have ended or were preempted and that no step in flight
+        names, after what is worth it was kept; the only place that does."""
+        gone = [s for s in self._rows.values() if s.is_gone and not s.tickets]
+        ids = tuple(sequence.row for sequence in gone)
+        ended = sorted((s for s in gone if s.cause is not None), key=lambda s: s.turn)
+        preempted = sorted((s for s in gone if s.cause is None), key=seniority, reverse=True)
         keep = []
-        for sequence in sorted(ended, key=lambda s: s.turn):
+        for sequence in ended + preempted:
             table = self._tables.table(sequence.slot)
-            if entry := self.keeping.end(sequence, table, now):
-                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
+            if sequence.cause is not None:
+                entry = self.keeping.end(sequence, table, now)
+            else:
+                entry = self.keeping.leave(sequence, table)
+            if entry is not None:
+                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=entry.pages))
             del self._rows[sequence.row]
             self._memory.free(sequence)
             self._queue.row_freed(sequence)
-        return tuple(keep), tuple(sequence.row for sequence in ended)
+        for sequence in preempted:
+            self._requeue(sequence, now)
+        return tuple(keep), ids
+
+    def _requeue(self, sequence: Sequence, now: float) -> None:
+        """A preempted row is freed: it waits to be computed again."""
+        assert sequence.leaving is not None
+        self._meter.preempted[sequence.leaving] += 1
+        sequence.suspend(now)
+        if sequence.hashes is not None:
+            sequence.hashes = self.keeping.cache.hashes(sequence.prompt, sequence.hashes)
+        self._groups.requeue(sequence)
+        self._queue.requeue(sequence)
 
     # --- commit ----------------------------------------------------------------------------------
 
@@ -370,100 +425,18 @@ class SchedulerCore:
         rows = {row.row: row for row in result.rows}
         tokens = 0
         for sequence, chunk in ticket.chunks:
-            sequence.tickets -= 1
-            sequence.ceiling -= chunk.last
-            sequence.floor -= chunk.last
-            tokens += self._apply_chunk(sequence, chunk, rows.pop(sequence.row, None), now)
+            tokens += self._delivery.chunk(sequence, chunk, rows.pop(sequence.row, None), now)
         self._prefill.saved(ticket)
         alone = not (ticket.chunks or (ticket.decode.rows and ticket.guided.rows))
         time = result.device_s if alone else None
         for planner, cohort in ((self._free, ticket.decode), (self._guided, ticket.guided)):
             decoded = [rows.pop(sequence.row, None) for sequence, _ in cohort.rows]
-            tokens += self._apply_cohort(cohort, decoded, now)
+            tokens += self._delivery.cohort(cohort, decoded, now)
             planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
         return self.take_events()
-
-    def _apply_chunk(
-        self, sequence: Sequence, chunk: PrefillChunk, row: RowResult | None, now: float
-    ) -> int:
-        """Give a row what a chunk of its prompt brought; returns tokens as `_apply` does."""
-        if sequence.cause is None and (problem := chunk_breach(sequence, chunk, row)):
-            self._breach(sequence, problem, now)
-            return 0
-        if row is not None and row.prompt_logprobs is not None:
-            sequence.prompt_logprobs.append(row.prompt_logprobs)
-        if not chunk.last and (row is None or row.fault is None):
-            return 0
-        return self._apply(sequence, row, 1, now)
-
-    def _apply_cohort(self, cohort: Cohort, decoded: list[RowResult | None], now: float) -> int:
-        """Give a cohort its results; returns tokens as `_apply` does."""
-        tokens = 0
-        for (sequence, most), row in zip(cohort.rows, decoded, strict=True):
-            sequence.tickets -= 1
-            sequence.ceiling -= most
-            sequence.floor -= 1
-            tokens += self._apply(sequence, row, most, now)
-        return tokens
-
-    def _apply(self, sequence: Sequence, row: RowResult | None, most: int, now: float) -> int:
-        """Give a row what a step brought; returns the tokens handed to its stream."""
-        if row is not None:
-            sequence.output += row.tokens
-            if row.fault is not None:
-                self._distrust(sequence)
-        if sequence.cause is not None:
-            self._discard(row)
-            return 0
-        if problem := breach(sequence, row, most):
-            self._breach(sequence, problem, now)
-            return 0
-        assert row is not None
-        if row.fault is not None:
-            self._end(sequence, FinishReason.FAULT, now, row.fault)
-            return 0
-        sequence.record(row, now)
-        self._queue.charge(sequence, len(row.tokens))
-        self._meter.row(row)
-        prompt = None
-        if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
-            prompt = joined(sequence.prompt_logprobs)
-        burst = Tokens(
-            ids=row.tokens,
-            logprobs=row.logprobs,
-            prompt_logprobs=prompt,
-            drafted=row.drafted,
-            accepted=row.accepted,
-            at=now,
-        )
-        self._outbox.append((sequence.request.request_id, burst))
-        if row.finish is not None:
-            reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
-            self._end(sequence, reason, now, "")
-        elif sequence.unread >= self.config.stream_buffer and sequence.paused_at is None:
-            sequence.paused_at = now
-        return len(row.tokens)
-
-    def _breach(self, sequence: Sequence, problem: str, now: float) -> None:
-        self._distrust(sequence)
-        detail = f"the engine broke its contract: {problem}"
-        self._end(sequence, FinishReason.FAULT, now, detail)
-
-    def _distrust(self, sequence: Sequence) -> None:
-        """Its numbers are bad: neither it nor what it left or started from is kept."""
-        sequence.spoiled = True
-        self.keeping.cache.distrust(sequence.row, sequence.origin)
-
-    def _discard(self, row: RowResult | None) -> None:
-        """A result for a request that has ended."""
-        if row is None or not row.tokens:
-            self._meter.wasted_rows += 1
-        else:
-            self._meter.row(row)
-            self._meter.discarded_tokens += len(row.tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, detail: str) -> None:
         """Record the first cause and tell the client; the only place that does."""
@@ -472,7 +445,8 @@ class SchedulerCore:
         self._groups.end(sequence)
         sequence.cause = reason
         sequence.turn, self._next_turn = self._next_turn, self._next_turn + 1
-        sequence.paused_at = None
+        sequence.paused_at = sequence.leaving = None
+        self.keeping.end_waiting(sequence, now)
         del self._live[sequence.request_id]
         self._meter.end(reason, sequence.emitted)
         finished = Finished(reason=reason, usage=sequence.usage(now), detail=detail)
@@ -516,6 +490,7 @@ class SchedulerCore:
             queue=self._queue,
             pool=self._pool,
             tables=self._tables,
+            memory=self._memory,
             keeping=self.keeping,
             idle=idle,
         )
@@ -531,7 +506,7 @@ class SchedulerCore:
             queued_requests=len(self._queue),
             queued_tokens=self._queue.tokens,
             running=len(running),
-            prefilling=sum(s.first_token_at is None for s in running),
+            prefilling=sum(not s.produced for s in running),
             paused=sum(s.paused_at is not None for s in running),
             guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),
@@ -540,7 +515,6 @@ class SchedulerCore:
             pages_total=self._pool.total,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
-            pages_reserved=self._pool.reserved,
             pages_peak=self._pool.peak,
             tokens_per_second=self._meter.generated.per_second(now),
             prompt_tokens_per_second=self._meter.prefilled.per_second(now),
@@ -551,6 +525,8 @@ class SchedulerCore:
             oldest_wait_by_class=oldest,
             oldest_wait_s=max(oldest.values()),
             served=dict(self._queue.tenants.served),
+            preempted_waiting=self._queue.returned,
+            recomputed_tokens=self._prefill.recomputed,
             **self._meter.snapshot(),
             **self.keeping.snapshot(),
         )

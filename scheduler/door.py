@@ -105,12 +105,18 @@ class Door:
         free = self._tables.free_slots
         if self._throughput.waits is Waits.ROOM and len(self._queue):
             free = 0  # slots that pages do not suffice for
-        free += sum(s.cause is not None for s in self._rows.values())  # given back in a moment
+        free += sum(self._yields(s, request) for s in self._rows.values())
         begun = sum(len(s.prompt) - s.cursor for s in self._rows.values() if s.cause is None)
         if begun + tokens < self._chunk:
             begun = tokens = 0  # one step takes them, and begins with this one
         starts = max(0.0, ahead + 1 - free)
         return self._throughput.seconds(tokens=tokens, starts=starts, begun=begun)
+
+    def _yields(self, sequence: Sequence, request: GenerationRequest) -> bool:
+        """Its row is given back in a moment, or would be for this request."""
+        mine = self._queue.priority_of(request.tenant, request.priority)
+        may = sequence.displaced < self._config.max_displacements
+        return sequence.is_gone or (may and sequence.priority < mine)
 
     def _refuse(self, reason: Refusal, limit: str, leaving: int, now: float) -> QueueFullError:
         """`leaving` requests must leave the queue first."""

@@ -52,6 +52,10 @@ class PrefillPlanner:
         self._groups = groups
         self._throughput = throughput
         self._next_row = 1
+        self.blocked: Sequence | None = None
+        """Whom the newest plan could not start for lack of a row or of pages."""
+        self.recomputed = 0
+        """Positions that rows had computed before they were preempted, and compute again."""
 
     def plan(self, ticket: Ticket, now: float) -> Copies:
         """Put one budget's worth of chunks on the ticket: prompts already begun first, then from
@@ -76,7 +80,7 @@ class PrefillPlanner:
         for sequence in self._queue.candidates(now):
             if budget == 0:
                 return Waits.BUDGET
-            if self._groups.waits(sequence):
+            if self._groups.waits(sequence) or sequence.paused_at is not None:
                 continue
             if waits := self._begin(sequence, budget, copies, now):
                 return waits
@@ -98,9 +102,11 @@ class PrefillPlanner:
     ) -> Waits | None:
         """Start a row from the longest prefix there is; without one if only that has room. Returns
         what it must wait for, None when it has started."""
-        most = self._memory.needed(sequence, len(sequence.prompt) - 1)
-        unshared = self._pool.reserved - self._pool.cached
-        if not self._tables.free_slots or unshared + most > self._pool.total:
+        margin = self._memory.margin(alone=not self._rows)
+        least = self._memory.needed(sequence, len(sequence.prompt) - 1)
+        have = self._pool.unused + self._pool.cached
+        if not self._tables.free_slots or least + margin > have:
+            self.blocked = sequence
             return Waits.ROOM
         entry = self._match(sequence)
         for choice in (entry, None) if entry else (None,):
@@ -109,9 +115,10 @@ class PrefillPlanner:
                 return Waits.BUDGET
             pages = self._memory.needed(sequence, start)
             yields = Yield.SESSIONS if self._rows else Yield.AWAITED
-            if self._cache.make_room(pages, spare=choice, most=yields):
+            if self._cache.make_room(pages, spare=choice, most=yields, margin=margin):
                 self._start(sequence, choice, copies, now)
                 return None
+        self.blocked = sequence
         return Waits.ROOM
 
     def _match(self, sequence: Sequence) -> Entry | None:
@@ -128,18 +135,22 @@ class PrefillPlanner:
     ) -> None:
         self._groups.start(sequence)
         sequence.row, self._next_row = self._next_row, self._next_row + 1
-        sequence.started_at = now
+        if sequence.started_at is None:
+            sequence.started_at, sequence.order = now, sequence.row
         if copy := self._memory.start(sequence, entry):
             copies.append(copy)
         if entry is not None:
             sequence.cached = sequence.cursor = entry.position
             sequence.origin = entry.boundary
             self._cache.use(entry)
+        if sequence.cached_at_first is None:
+            sequence.cached_at_first = sequence.cached
+            if self._cache.total and sequence.restores:
+                self._cache.started(sequence.cached)
+        self.recomputed += max(0, sequence.computed - sequence.cached)
         self._queue.start(sequence)
         prefilled = len(sequence.prompt) - sequence.cached
         self._throughput.start(prefilled=prefilled, expected=sequence.work)
-        if self._cache.total and sequence.restores:
-            self._cache.started(sequence.cached)
         sequence.saves = self._saves(sequence)
         self._rows[sequence.row] = sequence
 
@@ -150,7 +161,8 @@ class PrefillPlanner:
         end = len(sequence.prompt) - 1
         last = end - end % self._size
         group = self._groups.of(sequence)
-        if group is not None and group.leader is None and sequence.cached < end:
+        leads = group is not None and group.leader is None and not sequence.resumes
+        if group is not None and leads and sequence.cached < end:
             group.leader = sequence
             last = end
         common = self._cache.common(sequence.prompt, sequence.hashes)

@@ -231,6 +231,11 @@ class WaitingQueue:
                 work += sum(other.work[higher.level] for *_, other in higher.order)
         return requests, work
 
+    @property
+    def returned(self) -> int:
+        """Preempted requests that wait again."""
+        return sum(sequence.returned for sequence in self._waiting.values())
+
     # --- looking in ------------------------------------------------------------------------------
 
     def by_class(self) -> dict[Priority, int]:

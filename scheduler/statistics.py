@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.plan import MAX_DEPTH, RowResult, StepPlan, StepResult
 from scheduler.request import FinishReason, Priority
-from scheduler.sequence import per_position
+from scheduler.sequence import Preempted, per_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,6 @@ class Statistics:
     """Distinct pages held by rows or prefix entries."""
     pages_cached: int
     """Pages held by prefix entries only: given up when a row needs them."""
-    pages_reserved: int
-    """Used, or promised to running requests."""
     pages_peak: int
     entries: int
     """Prefixes kept."""
@@ -68,6 +66,8 @@ class Statistics:
     served: Mapping[str, int]
     """Tokens served, prompt tokens that were prefilled and generated ones, by tenant: those with a
     policy of their own, and "other"."""
+    preempted_waiting: int
+    """Requests in the queue that have run before."""
 
     submitted: int
     """Requests accepted."""
@@ -112,6 +112,10 @@ class Statistics:
     evictions: Mapping[str, int]
     """Prefix entries evicted, by cause: pages or boundaries (somebody needed them), fault (the row
     that left it broke), import (a file's prefix needed room), flush, engine_failed."""
+    preemptions: Mapping[str, int]
+    """By cause: pages (a row that goes first could not grow), priority (a higher class waited)."""
+    recomputed_tokens: int
+    """Positions that were computed again, or are about to be, after preemptions."""
     sessions_ended: Mapping[str, int]
     """Pins that ended before their client said so, by cause: ttl, max_sessions, or that of an
     eviction."""
@@ -164,6 +168,7 @@ class Meter:
         self.build_s = self.wait_s = self.device_s = self.gap_s = 0.0
         self.tokens_per_request = 0.0
         """Smoothed completion tokens per finished request."""
+        self.preempted: Counter[Preempted] = Counter()
         self.generated = Rate(window_s)
         self.prefilled = Rate(window_s)
         self._drafted = [0] * (MAX_DEPTH + 1)
@@ -236,6 +241,7 @@ class Meter:
             "wait_s": self.wait_s,
             "device_s": self.device_s,
             "gap_s": self.gap_s,
+            "preemptions": {cause.value: self.preempted[cause] for cause in Preempted},
             "guided_cycles": self.guided_cycles,
             "guided_row_cycles": self.guided_row_cycles,
         }

@@ -68,6 +68,6 @@ def chunk_breach(sequence: Sequence, chunk: PrefillChunk, row: RowResult | None)
     if row is not None and row.prompt_logprobs is not None:
         given = len(row.prompt_logprobs.chosen)
     wanted = len(chunk.tokens) - (chunk.start == 0)
-    if sequence.request.prompt_logprobs is not None and given != wanted:
+    if sequence.prompt_logprobs_asked is not None and given != wanted:
         return f"{given} prompt log probabilities for {wanted} positions"
     return None

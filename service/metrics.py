@@ -239,6 +239,11 @@ class _SchedulerCollector(Collector):
         ratio = s.pages_used / s.pages_total if s.pages_total else 0.0
         yield _gauge("requests_running", "Requests with a row.", s.running)
         yield _gauge("requests_waiting", "Requests in the queue.", s.queued_requests)
+        yield _gauge(
+            "requests_preempted_waiting",
+            "Requests in the queue that have run before.",
+            s.preempted_waiting,
+        )
         yield _gauge("requests_paused", "Running requests whose reader lags.", s.paused)
         yield _gauge("kv_pages", "KV cache pages.", s.pages_total)
         yield _gauge("kv_pages_used", "KV cache pages in use.", s.pages_used)
@@ -285,6 +290,11 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     yield _counter("generation_tokens", "Tokens generated for streams.", s.generated_tokens)
     yield _counter(
         "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
+    )
+    given_up = dict(s.preemptions)
+    yield _labelled("preemptions", "Rows given up, to be computed again.", "cause", given_up)
+    yield _counter(
+        "recomputed_tokens", "Positions computed again after preemptions.", s.recomputed_tokens
     )
     yield _counter("requests_admitted", "Sequences admitted.", s.submitted)
     yield _counter("steps", "Engine steps.", s.steps)

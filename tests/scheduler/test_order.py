@@ -83,7 +83,8 @@ class Watch:
         rows = Counter(s.request.tenant for s in self.bench.core._rows.values())
         tokens: Counter[str] = Counter()
         for sequence in self.queue:
-            tokens[sequence.request.tenant] += len(sequence.request.prompt_ids)
+            if not sequence.returned:  # the door lets requests in once
+                tokens[sequence.request.tenant] += len(sequence.request.prompt_ids)
         for name, policy in self.bench.config.tenants.items():
             assert rows[name] <= (policy.max_rows or math.inf)
             assert tokens[name] <= (policy.max_queued_tokens or math.inf)

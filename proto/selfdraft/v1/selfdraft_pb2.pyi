@@ -210,7 +210,7 @@ class TopLogProbs(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "cached_tokens", "completion_tokens", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "spec_cycles", "queue_seconds", "time_to_first_token_seconds", "e2e_seconds", "seed", "speculation_mode", "index")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "cached_tokens", "completion_tokens", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "spec_cycles", "queue_seconds", "time_to_first_token_seconds", "e2e_seconds", "seed", "speculation_mode", "index", "preemptions")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class GenerateComplete(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_MODE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     matched_token_id: int
     matched_stop_str: str
@@ -245,7 +246,8 @@ class GenerateComplete(_message.Message):
     seed: int
     speculation_mode: SpeculationMode
     index: int
-    def __init__(self, finish_reason: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_cycles: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., e2e_seconds: _Optional[float] = ..., seed: _Optional[int] = ..., speculation_mode: _Optional[_Union[SpeculationMode, str]] = ..., index: _Optional[int] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, finish_reason: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_cycles: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., e2e_seconds: _Optional[float] = ..., seed: _Optional[int] = ..., speculation_mode: _Optional[_Union[SpeculationMode, str]] = ..., index: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
