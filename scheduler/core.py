@@ -37,6 +37,8 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
     prompt tokens per step  prefill_chunk (engine's)  the next step
+    seconds per step        max_token_gap_s (None)    the next step, but prefill_share (0.25) of the
+                                                      time is the prompts'
     unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
                                                       slow_reader_timeout_s (30)
     steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
@@ -68,6 +70,7 @@ from scheduler.depth import depth_policy
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget, Pace
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry
@@ -133,8 +136,10 @@ class SchedulerCore:
         self._next_step = 0
         self._next_turn = 1
         self._closed: str | None = None
+        chunk = config.prefill_chunk or info.prefill_chunk
+        self._pace = Pace(gap_s=config.max_token_gap_s, share=config.prefill_share, chunk=chunk)
         self._prefill = PrefillPlanner(
-            chunk=config.prefill_chunk or info.prefill_chunk,
+            chunk=chunk,
             rows=self._rows,
             queue=self._queue,
             pool=self._pool,
@@ -279,7 +284,8 @@ class SchedulerCore:
         keep, release = self._reap(now)
         free, guided = self._cohorts()
         ticket = Ticket(step=self._next_step)
-        copies = self._prefill.plan(ticket, now)
+        budget = self._prompt_budget(free, guided)
+        copies = self._prefill.plan(ticket, now, budget)
         alone = not (ticket.chunks or (free and guided))
         plan = StepPlan(
             step=ticket.step,
@@ -291,6 +297,7 @@ class SchedulerCore:
             guided=self._guided.plan(guided, ticket.guided, alone=alone),
             drop=self.keeping.cache.planned(),
         )
+        ticket.load = self._pace.planned(budget, ticket.shapes, mixed=ticket.decodes)
         self._meter.cohorts(plan)
         return self._planned(plan, ticket)
 
@@ -314,6 +321,19 @@ class SchedulerCore:
         ready = [s for s in self._rows.values() if s.can_decode]
         guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
+
+    def _prompt_budget(self, free: list[Sequence], guided: list[Sequence]) -> Budget:
+        """What prompts may take of a step with these cohorts."""
+        pace = self._pace
+        prompts = self._queue or any(s.prefilling for s in self._rows.values())
+        if pace.gap_s is None or not prompts:
+            return pace.unbounded()
+        cohorts = ((self._free, free), (self._guided, guided))
+        cycles = [planner.estimate(rows) for planner, rows in cohorts if rows]
+        late = any(s.guided and s.streams for s in self._rows.values())
+        if not cycles and not late:
+            return pace.unbounded()
+        return pace.budget(cycles, every=self._max_in_flight if late else 1)
 
     def _expire(self, now: float) -> None:
         """End what is past its time: requests, readers that are too slow, sessions."""
@@ -366,6 +386,7 @@ class SchedulerCore:
             planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
+        self._pace.observe(ticket.load, result.device_s, decoded=ticket.decodes)
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
         return self.take_events()
 
@@ -536,5 +557,6 @@ class SchedulerCore:
             step_times=self._free.step_times(),
             oldest_wait_s=now - head.submitted_at if head else 0.0,
             **self._meter.snapshot(),
+            **self._pace.snapshot(),
             **self.keeping.snapshot(),
         )

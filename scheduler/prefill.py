@@ -1,8 +1,22 @@
 """Prompts into chunks: who starts, from which saved prefix, where it is cut, what is saved.
 
 A prompt is cut at absolute multiples of `chunk`, whoever its neighbours are and wherever it starts,
-and, if it leads a group, one token before its end. A boundary of a model with recurrent layers is
-tens of megabytes, so only these points are saved:
+and, if it leads a group, one token before its end. While rows decode under a bound on their gap
+(`scheduler.pace`) there may be more cuts between, never fewer.
+
+Prompts share a step, each at its own length, at most one chunk of each. In this order:
+
+1. the oldest unfinished prompt, if others have passed it: since it became the oldest, those before
+   it never get more tokens than itself and one step's (`prefill_chunk`);
+2. prompts that one chunk completes, shortest remaining first;
+3. new prompts from the queue, in its order, while fewer than `OPEN` are unfinished; one that fits a
+   chunk may start beside these too;
+4. the others, shortest remaining first (Schrage 1968), the oldest among them.
+
+So a short prompt waits for one chunk of a book, not for the book, and a book for as many tokens of
+others as it has itself.
+
+A boundary of a model with recurrent layers is tens of megabytes, so only these points are saved:
 
 - the last cut before the prompt's end, for whoever comes with the same prompt again;
 - the *branch point*, where the prompt parts from what is in the index, rounded down to a cut:
@@ -16,6 +30,7 @@ from __future__ import annotations
 from engine.plan import PrefillChunk
 from scheduler.groups import Groups
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget
 from scheduler.pages import PagePool, PageTables
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
@@ -23,6 +38,10 @@ from scheduler.sequence import Sequence
 from scheduler.ticket import Ticket
 
 Copies = tuple[tuple[int, int], ...]
+
+OPEN = 4
+"""Unfinished prompts beside which one longer than a chunk may start: more would only hold rows and
+pages for longer, fewer would hide short prompts behind books in the queue."""
 
 
 class PrefillPlanner:
@@ -49,25 +68,59 @@ class PrefillPlanner:
         self._cache = cache
         self._groups = groups
         self._next_row = 1
+        self._oldest: Sequence | None = None
+        """The unfinished prompt that has run the longest, when last looked at."""
+        self._passed = 0
+        """Tokens that others got before it beyond its own."""
 
-    def plan(self, ticket: Ticket, now: float) -> Copies:
-        """Put one budget's worth of chunks on the ticket: prompts already begun first, then from
-        the queue. Returns the pages to copy before they run."""
-        budget = self._size
-        for sequence in [s for s in self._rows.values() if s.prefilling and s.cause is None]:
-            if self._end(sequence) - sequence.cursor > budget:
-                return ()
-            budget -= self._chunk(sequence, ticket)
+    def plan(self, ticket: Ticket, now: float, budget: Budget) -> Copies:
+        """Put one budget's worth of chunks on the ticket; see the module docstring. Returns the
+        pages to copy before they run."""
+        running = [s for s in self._rows.values() if s.prefilling and s.cause is None]
+        oldest = running[0] if running else None
+        if oldest is not self._oldest:
+            self._oldest, self._passed = oldest, 0
+        owed = oldest is not None and self._passed > 0
+        if oldest is not None and owed and not self._turn(oldest, ticket, budget):
+            return ()  # what it cannot pay for now is not to be spent on others
+        turns = sorted(running[owed:], key=_remaining)
+        nearly = [s for s in turns if _remaining(s) <= self._size]
+        for sequence in nearly:
+            self._turn(sequence, ticket, budget)
+        unfinished = sum(s.prefilling for s in running)
+        copies = self._starts(ticket, now, budget, unfinished)
+        for sequence in turns[len(nearly) :]:
+            self._turn(sequence, ticket, budget)
+        self._note_passing(ticket)
+        return tuple(copies)
+
+    def _starts(
+        self, ticket: Ticket, now: float, budget: Budget, unfinished: int
+    ) -> list[tuple[int, int]]:
+        """First chunks of prompts from the queue; returns the pages to copy before they run."""
         copies: list[tuple[int, int]] = []
         for sequence in list(self._queue):
-            if budget == 0:
+            if budget.tokens == 0:
                 break
             if self._groups.waits(sequence):
                 continue
+            if unfinished >= OPEN and len(sequence.prompt) > self._size:
+                break
             if not self._begin(sequence, budget, copies, now):
                 break
-            budget -= self._chunk(sequence, ticket)
-        return tuple(copies)
+            self._turn(sequence, ticket, budget)
+            unfinished += sequence.prefilling
+        return copies
+
+    def _note_passing(self, ticket: Ticket) -> None:
+        """Reckon who got tokens before the oldest unfinished prompt in this step."""
+        if self._oldest is None:
+            return
+        for sequence, chunk in ticket.chunks:
+            if sequence is self._oldest:
+                self._passed = max(0, self._passed - len(chunk.tokens))
+                break
+            self._passed += len(chunk.tokens)
 
     def saved(self, ticket: Ticket) -> None:
         """A step has come back: what it saved may be used, unless its row broke."""
@@ -79,7 +132,7 @@ class PrefillPlanner:
     # --- start -----------------------------------------------------------------------------------
 
     def _begin(
-        self, sequence: Sequence, budget: int, copies: list[tuple[int, int]], now: float
+        self, sequence: Sequence, budget: Budget, copies: list[tuple[int, int]], now: float
     ) -> bool:
         """Start a row from the longest prefix there is; without one if only that has room."""
         most = self._memory.needed(sequence, len(sequence.prompt) - 1)
@@ -89,7 +142,7 @@ class PrefillPlanner:
         entry = self._match(sequence)
         for choice in (entry, None) if entry else (None,):
             start = choice.position if choice else 0
-            if self._cut(sequence, start) - start > budget:
+            if not budget.piece(start, self._cut(sequence, start), whole=True):
                 return False
             pages = self._memory.needed(sequence, start)
             yields = Yield.SESSIONS if self._rows else Yield.AWAITED
@@ -155,9 +208,20 @@ class PrefillPlanner:
         cursor, end = sequence.cursor, self._cut(sequence, sequence.cursor)
         return min([end, *(position for position in sequence.saves if position > cursor)])
 
-    def _chunk(self, sequence: Sequence, ticket: Ticket) -> int:
-        """Put the row's next chunk on the ticket; returns its length."""
+    def _turn(self, sequence: Sequence, ticket: Ticket, budget: Budget) -> bool:
+        """Put the row's next chunk on the ticket, as much of it as the budget allows; False when
+        that is nothing."""
         start, end = sequence.cursor, self._end(sequence)
+        rest = start % self._size and start != sequence.cached and start not in sequence.saves
+        tokens = budget.piece(start, end, whole=not rest or end % self._size != 0)
+        if tokens:
+            budget.spend(start, tokens)
+            self._chunk(sequence, ticket, start + tokens)
+        return tokens > 0
+
+    def _chunk(self, sequence: Sequence, ticket: Ticket, end: int) -> None:
+        """Put the row's prompt up to `end` on the ticket."""
+        start = sequence.cursor
         last = end == len(sequence.prompt)
         first = start == sequence.cached
         self._memory.grow(sequence, end)
@@ -180,7 +244,6 @@ class PrefillPlanner:
             save=save,
         )
         ticket.chunks.append((sequence, chunk))
-        return end - start
 
     def _save(self, sequence: Sequence, position: int, ticket: Ticket) -> int | None:
         """The boundary to save after a chunk that ends at `position`; None when it cannot be had,
@@ -205,3 +268,8 @@ class PrefillPlanner:
         entry.group = group if leads else None
         ticket.saves.append((sequence, entry))
         return entry.boundary
+
+
+def _remaining(sequence: Sequence) -> int:
+    """Prompt tokens not handed to the engine yet."""
+    return len(sequence.prompt) - sequence.cursor

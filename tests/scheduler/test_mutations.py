@@ -196,11 +196,10 @@ def a_row_decodes_before_its_prompt_is_complete(patch: pytest.MonkeyPatch) -> No
 
 @mutation
 def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
-    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any) -> int:
-        size = chunk_well(self, sequence, ticket)
+    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any, end: int) -> None:
+        chunk_well(self, sequence, ticket, end)
         if sequence.prefilling:
             sequence.cursor -= 1
-        return size
 
     chunk_well = PrefillPlanner._chunk
     patch.setattr(PrefillPlanner, "_chunk", chunk)
