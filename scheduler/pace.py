@@ -10,10 +10,10 @@ with a constraint is in every second step of the pipelined loop only: while one 
 gap is all a step may take.
 
 **The share.** Where that leaves prompts less than `prefill_share` of the device's time, the share
-wins. Every step in which a row decodes and a prompt could run adds `prefill_share` of its time to a
-*credit*, and what its chunks took is subtracted. Chunks may also run when the credit covers them,
-whatever the gap: the smallest first that it covers, so that it is exceeded by as little as the
-share allows, as often as that takes. So over any stretch of such steps prompts get
+wins. Every step of a stretch in which a row decodes and a prompt could run adds `prefill_share` of
+its time to a *credit*, and what its chunks took is subtracted. Chunks may also run when the credit
+covers them, whatever the gap: the smallest first that it covers, so that the gap is exceeded by as
+little as the share allows, as often as that takes. So over such a stretch prompts get
 
     prefill_share · time - 2 · prefill_share · HORIZON_S - the smallest chunk - steps in flight
 
@@ -118,8 +118,8 @@ class Load:
 
     work: Work
     mixed: bool
-    learn: bool
-    """None of its shapes is new."""
+    new: bool
+    """Some of its shapes has not run before."""
     cycle_s: float
     """Estimated seconds of its cycles."""
     prefill_s: float
@@ -158,7 +158,9 @@ class Pace:
         return self._credit + self._pending
 
     def unbounded(self) -> Budget:
-        """No row decodes, or nobody minds: a whole chunk's tokens."""
+        """For a step in which no row decodes, or no prompt could run, or nobody minds: a whole
+        chunk's tokens. Nobody owes anybody anything then."""
+        self._credit = 0.0
         return Budget(tokens=self._chunk, sizes=self._sizes)
 
     def budget(self, cycles: Values[float | None], *, every: int = 1) -> Budget:
@@ -185,7 +187,7 @@ class Pace:
         comes back. None when there is nothing to learn."""
         if self.gap_s is None:
             return None
-        learn = self._seen.issuperset(shapes)
+        new = not self._seen.issuperset(shapes)
         self._seen.update(shapes)
         work, paced = budget.work, budget.costs is not None
         cycle_s = self._cycle_s if paced else 0.0
@@ -198,7 +200,7 @@ class Pace:
         load = Load(
             work=work,
             mixed=mixed,
-            learn=learn and bool(work.chunks) and (paced or not mixed),
+            new=new,
             cycle_s=cycle_s,
             prefill_s=prefill_s,
             contended=paced,
@@ -221,7 +223,7 @@ class Pace:
             self._error = (
                 error if self._error is None else self._error + ERROR_WEIGHT * (error - self._error)
             )
-        if load.learn:
+        if not load.new:
             self.costs.observe(load.work, mixed=load.mixed, step_s=step_s, cycle_s=load.cycle_s)
 
     def _settle(self, load: Load, step_s: float) -> None:
@@ -229,13 +231,16 @@ class Pace:
         if not load.contended:
             return
         taken = max(step_s - load.cycle_s, 0.0) if load.work.chunks else 0.0
+        self._contended_s += step_s
+        self._contended_prefill_s += taken
         self._pending -= self._gain(load, load.cycle_s + load.prefill_s, load.prefill_s)
+        if load.new:  # nobody owes anybody a compilation
+            step_s = min(step_s, load.cycle_s + load.prefill_s)
+            taken = min(taken, load.prefill_s)
         horizon = self._share * HORIZON_S
         low = min(-min(taken, horizon), self._credit)  # no step pays what another owes
         high = max(horizon, self._need, self._credit)
         self._credit = min(max(self._credit + self._gain(load, step_s, taken), low), high)
-        self._contended_s += step_s
-        self._contended_prefill_s += taken
 
     def _gain(self, load: Load, step_s: float, prefill_s: float) -> float:
         return self._share * step_s - prefill_s if load.contended else 0.0

@@ -94,7 +94,10 @@ class PrefillCosts:
         """What this work adds to a step, and the standard deviation of this estimate. `mixed`: a
         decode cycle runs too."""
         terms = work.terms(mixed=mixed and work.chunks > 0)
-        return float(terms @ self._mean), math.sqrt(float(terms @ self._covariance @ terms))
+        seconds = float(terms @ self._mean)
+        if not self.samples:  # a guess is taken at its word: doubt would keep it from being tried
+            return seconds, 0.0
+        return seconds, math.sqrt(float(terms @ self._covariance @ terms))
 
     def observe(self, work: Work, *, mixed: bool, step_s: float, cycle_s: float) -> None:
         """A step with this work took `step_s`, of which its cycle is estimated to be `cycle_s`."""
