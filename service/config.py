@@ -207,6 +207,17 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def parse_seconds(text: str) -> float:
+    """'0.25', '250ms' or '1.5 s' as seconds. Raises SettingError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|)\s*", text)
+    if match is None:
+        raise SettingError("time", f"{text!r} is not a time such as 0.25 or 250ms")
+    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    if not seconds > 0:
+        raise SettingError("time", "must be > 0 seconds")
+    return seconds
+
+
 def _at_least(config: object, limit: int, *names: str) -> None:
     for name in names:
         if getattr(config, name) < limit:

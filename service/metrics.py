@@ -214,6 +214,7 @@ class _SchedulerCollector(Collector):
         if statistics is not None:
             yield from self._load(statistics)
             yield from _totals(statistics)
+            yield from _pace(statistics)
             yield from _speculation(statistics)
             yield from _reuse(statistics)
             yield from _ends(statistics)
@@ -273,6 +274,28 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     for phase, seconds in (("build", s.build_s), ("wait", s.wait_s), ("device", s.device_s)):
         phases.add_metric([phase], seconds)
     yield phases
+
+
+def _pace(s: Statistics) -> Iterable[Metric]:
+    yield _counter(
+        "token_gap_exceeded",
+        "Steps with a decode cycle that took longer than --max-token-gap.",
+        s.gap_exceeded,
+    )
+    contended = CounterMetricFamily(
+        "selfdraft_contended_seconds",
+        "Time of steps in which rows decoded and prompts waited, under --max-token-gap: prefill is "
+        "to have --prefill-share of it.",
+        labels=["work"],
+    )
+    contended.add_metric(["prefill"], s.contended_prefill_s)
+    contended.add_metric(["decode"], s.contended_s - s.contended_prefill_s)
+    yield contended
+    yield _gauge(
+        "mixed_step_error_ratio",
+        "Error of the estimated time of steps with prompts and a cycle, over the time; smoothed.",
+        s.mixed_step_error,
+    )
 
 
 def _speculation(s: Statistics) -> Iterable[Metric]:
