@@ -8,10 +8,10 @@ Prompts share a step, each at its own length, at most one chunk of each. In this
 
 1. the oldest unfinished prompt, if others have passed it: since it became the oldest, those before
    it never get more tokens than itself and one step's (`prefill_chunk`);
-2. prompts that one chunk completes, shortest remaining first;
+2. prompts that one chunk completes, by class, then shortest remaining first;
 3. new prompts from the queue, in its order, while fewer than `OPEN` are unfinished; one that fits a
    chunk may start beside these too;
-4. the others, shortest remaining first (Schrage 1968), the oldest among them.
+4. the others, by class, then shortest remaining first (Schrage 1968), the oldest among them.
 
 So a short prompt waits for one chunk of a book, not for the book, and a book for as many tokens of
 others as it has itself.
@@ -83,14 +83,15 @@ class PrefillPlanner:
         owed = oldest is not None and self._passed > 0
         if oldest is not None and owed and not self._turn(oldest, ticket, budget):
             return ()  # what it cannot pay for now is not to be spent on others
-        turns = sorted(running[owed:], key=_remaining)
+        turns = sorted(running[owed:], key=_order)
         nearly = [s for s in turns if _remaining(s) <= self._size]
         for sequence in nearly:
             self._turn(sequence, ticket, budget)
         unfinished = sum(s.prefilling for s in running)
         copies = self._starts(ticket, now, budget, unfinished)
-        for sequence in turns[len(nearly) :]:
-            self._turn(sequence, ticket, budget)
+        for sequence in turns:
+            if sequence not in nearly:
+                self._turn(sequence, ticket, budget)
         self._note_passing(ticket)
         return tuple(copies)
 
@@ -273,3 +274,8 @@ class PrefillPlanner:
 def _remaining(sequence: Sequence) -> int:
     """Prompt tokens not handed to the engine yet."""
     return len(sequence.prompt) - sequence.cursor
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Who goes first among prompts that have begun."""
+    return -sequence.request.priority, _remaining(sequence)

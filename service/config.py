@@ -189,6 +189,8 @@ class ServiceConfig:
             raise SettingError("log_format", "must be 'json' or 'pretty'")
         if not isinstance(self.cost_table, Path) and self.cost_table not in ("auto", "off"):
             raise SettingError("cost_table", "must be 'auto', 'off' or a Path")
+        if self.engine.deterministic and self.scheduler.max_token_gap_s is not None:
+            raise SettingError("max_token_gap", "cuts prompts by time: not with deterministic")
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -189,6 +189,8 @@ def main(
         running = held_out_prompts(model, streams, 64)
         arriving = long_prompts(model, prompts + 1, prompt_tokens)
         runs[gap] = anyio.run(_measure, _loader(config), settings, temperature, running, arriving)
+        run = runs[gap]
+        console.print(f"{text}: {len(run.gaps)} gaps in {run.seconds:.0f} s", highlight=False)
     console.print(report(runs, "gaps between deliveries to a stream, seconds"))
 
 

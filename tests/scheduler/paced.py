@@ -139,10 +139,10 @@ class Paced(Bench):
         for number in range(books):
             self.book(f"book{number}", pages, number)
 
-    def book(self, name: str, length: int, seed: int = 0, max_tokens: int = 2) -> None:
+    def book(self, name: str, length: int, seed: int = 0, **options: Any) -> None:
         rng = random.Random(seed)
         prompt = [rng.randrange(1000) for _ in range(length)]
-        self.submit(make_request(name, prompt=prompt, max_tokens=max_tokens))
+        self.submit(make_request(name, prompt=prompt, max_tokens=2, **options))
 
     def done(self, *names: str) -> bool:
         """These have ended; without names, all but the streams."""

@@ -646,7 +646,11 @@ def prompts_go_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_longest_goes_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefill, "_remaining", lambda s: s.cursor - len(s.prompt))
+    patch.setattr(prefill, "_order", lambda s: s.cursor - len(s.prompt))
+
+
+def classes_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "_order", lambda s: len(s.prompt) - s.cursor)
 
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
@@ -699,7 +703,8 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     ),
     (the_oldest_prompt_is_owed_nothing, test_pace.check_book),
     (prompts_go_one_after_the_other, test_pace.check_short_prompts),
-    (the_longest_goes_first, test_pace.check_book),
+    (the_longest_goes_first, test_pace.test_the_shorter_book_goes_first),
+    (classes_are_ignored, test_pace.test_a_higher_class_goes_first),
     (samples_do_not_wait, partial(test_prefix.test_parallel_samples_prefill_once, 1)),
     (
         the_match_is_never_given_up,

@@ -17,6 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.pace import ALONE, HORIZON_S, LEAST, REFRESH, Budget, Pace, ladder
 from scheduler.prefill import OPEN
 from scheduler.prefill_costs import PrefillCosts, Work
+from scheduler.request import Priority
 from tests.scheduler.bench import SMALL, Bench, Multiples, fuzz, make_request
 from tests.scheduler.fake_engine import FakeEngine
 from tests.scheduler.paced import Costs, Paced, Ran, chunk, cycle
@@ -345,6 +346,28 @@ def test_books_of_one_length_go_one_after_the_other() -> None:
     waits = [world.first_token_after(f"book{number}") for number in range(3)]
     assert waits[1] == pytest.approx(2 * waits[0], rel=0.2)
     assert waits[2] == pytest.approx(3 * waits[0], rel=0.2)
+
+
+def test_the_shorter_book_goes_first() -> None:
+    """Behind the oldest, which goes on all the same."""
+    world = Paced()
+    world.load(streams=1)
+    for name, length in (("oldest", 1200), ("longer", 700), ("shorter", 300)):
+        world.book(name, length, length)
+    world.until(world.done)
+    first = {name: world.first_token_after(name) for name in ("oldest", "longer", "shorter")}
+    assert first["shorter"] < first["longer"] < first["oldest"]
+
+
+def test_a_higher_class_goes_first() -> None:
+    world = Paced()
+    world.load(streams=1)
+    for name, length in (("oldest", 1200), ("shorter", 300), ("urgent", 400)):
+        priority = Priority.INTERACTIVE if name == "urgent" else Priority.DEFAULT
+        world.book(name, length, length, priority=priority)
+    world.until(world.done)
+    first = {name: world.first_token_after(name) for name in ("oldest", "shorter", "urgent")}
+    assert first["urgent"] < first["shorter"] < first["oldest"]
 
 
 def test_short_prompts_share_a_step() -> None:

@@ -261,6 +261,7 @@ def test_a_demo_shows_progress_on_a_terminal(model: Path) -> None:
         (("serve", "--session-ttl", "0"), 2, "session_ttl_s must be > 0 seconds"),
         (("serve", "--max-token-gap", "soon"), 2, "is not a time such as 0.25 or 250ms"),
         (("serve", "--max-token-gap", "0"), 2, "must be > 0 seconds"),
+        (("serve", "--deterministic", "--max-token-gap", "1"), 2, "not with deterministic"),
         (("serve", "--prefill-share", "1.5"), 2, "prefill_share must be in [0, 1]"),
         (("serve", "--port", "70000"), 2, "port: must be in 0 … 65535"),
         (("serve", "--max-rows", "0"), 2, "max_rows"),
