@@ -71,7 +71,7 @@ class DepthPolicy(Protocol):
 
     def estimate(self, caps: list[int]) -> float | None:
         """Seconds that the cycle of such a cohort takes at the depth that `choose` would choose
-        beside a prompt; None when nothing is known. Changes nothing."""
+        beside a prompt; None when nothing is known. Changes nothing that `choose` would not."""
 
     def step_times(self) -> Mapping[tuple[int, int], float]:
         """Measured seconds per (batch bucket, depth)."""

@@ -192,7 +192,8 @@ class Pace:
         work, paced = budget.work, budget.costs is not None
         cycle_s = self._cycle_s if paced else 0.0
         if paced:
-            self._mixed_in_a_row = self._mixed_in_a_row + 1 if work.chunks and mixed else 0
+            if mixed:
+                self._mixed_in_a_row = self._mixed_in_a_row + 1 if work.chunks else 0
             self._need = budget.need or 0.0
         if not work.chunks and budget.need is None:
             return None

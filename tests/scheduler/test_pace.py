@@ -167,6 +167,7 @@ def test_a_guided_stream_is_a_stream() -> None:
     at = [ran.at for ran in world.ran[2 * WARM : -8] if ran.plan.guided]
     assert max(ran.seconds for ran in half) <= 0.15 * 1.05
     assert max(later - earlier for earlier, later in itertools.pairwise(at)) <= 0.3 * 1.05
+    assert any(ran.plan.guided and not ran.chunks for ran in world.ran[2 * WARM : -8])
 
 
 def test_cycles_are_measured_now_and_then() -> None:
