@@ -231,7 +231,7 @@ class Pace:
         """What a step really took replaces its estimate."""
         if not load.contended:
             return
-        taken = max(step_s - load.cycle_s, 0.0) if load.work.chunks else 0.0
+        taken = self._taken(load, step_s)
         self._contended_s += step_s
         self._contended_prefill_s += taken
         self._pending -= self._gain(load, load.cycle_s + load.prefill_s, load.prefill_s)
@@ -242,6 +242,15 @@ class Pace:
         low = min(-min(taken, horizon), self._credit)  # no step pays what another owes
         high = max(horizon, self._need, self._credit)
         self._credit = min(max(self._credit + self._gain(load, step_s, taken), low), high)
+
+    def _taken(self, load: Load, step_s: float) -> float:
+        """Seconds of the step that its chunks took: their part of the estimate, so that a slow step
+        is not all their fault, or what is left of a cycle as long as there is no estimate."""
+        if not load.work.chunks:
+            return 0.0
+        if not self.costs.samples:
+            return max(step_s - load.cycle_s, 0.0)
+        return step_s * load.prefill_s / max(load.cycle_s + load.prefill_s, 1e-9)
 
     def _gain(self, load: Load, step_s: float, prefill_s: float) -> float:
         return self._share * step_s - prefill_s if load.contended else 0.0

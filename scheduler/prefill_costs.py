@@ -6,8 +6,8 @@ is fitted to what a step took beyond its decode cycle, by a Kalman filter (Kalma
 four coefficients, which may drift. `mixed` takes up what a cycle beside chunks costs more, or less,
 than alone, stale estimates of the cycle included.
 
-- The first step that counts gives the scale, in assumed proportions. Before it there is only the
-  time of a decode cycle to go by (`guess`).
+- The scale to begin with is that of a decode cycle (`guess`) or, where prompts came first, of the
+  first step that counts, in assumed proportions. One step beside a cycle tells too little for it.
 - A sample counts for at most `CLIP` deviations; several surprises in a row mean that the world has
   changed, and what was known is doubted.
 - Which steps count is the caller's business: first ones of a shape compile, and must not.
@@ -26,7 +26,7 @@ Vector = NDArray[np.float64]
 SHAPE = np.array([0.3, 1.0 / 32, 0.01 / 32, 0.0])
 """Assumed proportions: a chunk of 32 tokens takes 1.3 where its tokens take 1; 1,024 positions
 before a token make it a hundredth slower."""
-DOUBT = np.array([0.5, 1.0 / 32, 0.05 / 32])
+DOUBT = np.array([0.6, 2.0 / 32, 0.1 / 32])
 """Standard deviations of the first three, in the same units."""
 MIXED_DOUBT = 0.2
 """Standard deviation of `mixed` in units of the first sample."""
@@ -103,7 +103,7 @@ class PrefillCosts:
         """A step with this work took `step_s`, of which its cycle is estimated to be `cycle_s`."""
         terms = work.terms(mixed=mixed)
         value = step_s - cycle_s
-        if not self.samples:
+        if not self._covariance.any():  # nothing to go by: it was no cycle's neighbour, then
             self._begin(SHAPE * (max(value, 0.05 * step_s) / float(SHAPE @ terms)), step_s)
         self.samples += 1
         self._covariance = self._covariance + self._drift
