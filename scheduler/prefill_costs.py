@@ -8,8 +8,8 @@ than alone, stale estimates of the cycle included.
 
 - The scale to begin with is that of a decode cycle (`guess`) or, where prompts came first, of the
   first step that counts, in assumed proportions. One step beside a cycle tells too little for it.
-- A sample counts for at most `CLIP` deviations; several surprises in a row mean that the world has
-  changed, and what was known is doubted.
+- A sample counts for at most `CLIP` deviations, a slow one for `CLIP_SLOW`; several surprises in
+  a row mean that the world has changed, and what was known is doubted.
 - Which steps count is the caller's business: first ones of a shape compile, and must not.
 """
 
@@ -35,7 +35,8 @@ CYCLES = 1.5
 what the bundled model takes on a CPU. Devices that read many tokens as fast as one take less."""
 DRIFT = 0.01
 """What may change from one sample to the next, as a share of each coefficient's first doubt."""
-CLIP = 2.5
+CLIP, CLIP_SLOW = 2.5, 1.5
+"""A step is interrupted more easily than sped up."""
 NOISE = 0.15
 """Standard deviation of log seconds assumed of a step; then measured, within `NOISE_BOUNDS`."""
 NOISE_BOUNDS = (0.02, 0.4)
@@ -79,6 +80,8 @@ class PrefillCosts:
         self._drift = np.zeros((4, 4))
         self._noise = NOISE**2
         self._surprise = 0.0
+        self._guessed = math.inf
+        """Seconds of the cycle behind the guess."""
 
     @property
     def noise(self) -> float:
@@ -86,8 +89,10 @@ class PrefillCosts:
         return math.sqrt(self._noise)
 
     def guess(self, cycle_s: float) -> None:
-        """Until a sample comes, go by what a decode cycle takes."""
-        if not self.samples:
+        """Until a sample comes, go by what a decode cycle takes, at the fastest: interruptions only
+        slow it down."""
+        if not self.samples and 0 < cycle_s < self._guessed:
+            self._guessed = cycle_s
             self._begin(SHAPE * (cycle_s * CYCLES / 1.3), cycle_s)
 
     def seconds(self, work: Work, *, mixed: bool) -> tuple[float, float]:
@@ -112,7 +117,8 @@ class PrefillCosts:
         deviation = math.sqrt(own + noise)
         error = value - float(terms @ self._mean)
         clipped = min(max(error, -CLIP * deviation), CLIP * deviation)
-        self._mean = self._mean + along * (clipped / (own + noise))
+        believed = min(clipped, CLIP_SLOW * deviation)
+        self._mean = self._mean + along * (believed / (own + noise))
         self._mean[:3] = np.maximum(self._mean[:3], 0.0)
         self._covariance = self._covariance - np.outer(along, along) / (own + noise)
         self._watch(clipped, own, noise, deviation, step_s)

@@ -71,6 +71,17 @@ def test_an_interruption_is_not_a_cost() -> None:
     assert costs.seconds(Work.chunk(64, 0), mixed=True)[0] == pytest.approx(chunk(64, 0), rel=0.4)
 
 
+def test_an_interrupted_beginning_is_not_a_cost() -> None:
+    """A slow cycle does not raise the guess, nor one slow step what is learned by much."""
+    costs = PrefillCosts()
+    costs.guess(0.06)
+    guessed, _ = costs.seconds(Work.chunk(LEAST, 0), mixed=True)
+    costs.guess(1.0)
+    assert costs.seconds(Work.chunk(LEAST, 0), mixed=True)[0] == guessed
+    costs.observe(Work.chunk(LEAST, 0), mixed=True, step_s=2.0, cycle_s=0.06)
+    assert costs.seconds(Work.chunk(LEAST, 0), mixed=True)[0] < 0.5 * 2.0
+
+
 def test_a_change_is_followed() -> None:
     costs = PrefillCosts()
     for number in range(130):
@@ -223,7 +234,7 @@ def check_share(
     world.load()
     world.until(lambda: len(world.ran) > 30)
     before = len(world.ran)
-    world.book("book", 300 if slow else 700)
+    world.book("book", 700)
     world.until(world.done)
     steps = shares(world, before)
     lag, most = 0.0, 0.0  # the stretch that lags most
