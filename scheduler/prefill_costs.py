@@ -113,7 +113,8 @@ class PrefillCosts:
         self.samples += 1
         self._covariance = self._covariance + self._drift
         along = self._covariance @ terms
-        own, noise = float(terms @ along), self._noise * step_s**2
+        expected = max(cycle_s + float(terms @ self._mean), 0.1 * step_s)
+        own, noise = float(terms @ along), self._noise * expected**2
         deviation = math.sqrt(own + noise)
         error = value - float(terms @ self._mean)
         clipped = min(max(error, -CLIP * deviation), CLIP * deviation)
@@ -121,7 +122,7 @@ class PrefillCosts:
         self._mean = self._mean + along * (believed / (own + noise))
         self._mean[:3] = np.maximum(self._mean[:3], 0.0)
         self._covariance = self._covariance - np.outer(along, along) / (own + noise)
-        self._watch(clipped, own, noise, deviation, step_s)
+        self._watch(clipped, own, noise, deviation, expected)
 
     def _begin(self, mean: Vector, step_s: float) -> None:
         unit = float(mean[1] / SHAPE[1])
