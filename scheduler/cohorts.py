@@ -48,6 +48,10 @@ class CohortPlanner:
             limits=tuple(limits),
         )
 
+    def estimate(self, rows: list[Sequence]) -> float | None:
+        """Seconds that a cycle of `rows` takes in a step that also prefills; None for unknown."""
+        return self._policy.estimate([sequence.depth_cap for sequence in rows])
+
     def observe(
         self, cohort: Cohort, results: list[RowResult | None], *, device_s: float | None
     ) -> None:

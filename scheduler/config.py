@@ -88,13 +88,16 @@ class SchedulerConfig:
 
     max_token_gap_s: float | None = None
     """Most seconds that a step with prefill may take, as estimated, while some row decodes: how
-    long a running stream may wait for its next tokens because of somebody's prompt. Prefill keeps
-    `prefill_share` of the time even where that is longer. None: chunks are as long as
-    `prefill_chunk` allows."""
+    long a running stream may wait for its next tokens because of somebody's prompt. Prompts are
+    then cut in smaller pieces, by time; a stream with a constraint needs two steps of the pipelined
+    loop, so half of it is the bound while one runs. Prefill keeps `prefill_share` of the time even
+    where that is longer: where both cannot hold, the share does (`scheduler.pace` says what is
+    guaranteed). None: chunks are as long as `prefill_chunk` allows."""
 
     prefill_share: float = 0.25
     """Share of the device's time, in [0, 1], that prompts get at least while rows decode and
-    prompts wait."""
+    prompts wait, under `max_token_gap_s`. With 0 they wait for as long as cycles alone exceed the
+    gap; with 1 the gap bounds nothing."""
 
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""

@@ -46,6 +46,8 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
     prompt tokens per step  prefill_chunk (engine's)  the next step
+    seconds per step        max_token_gap_s (None)    the next step, but prefill_share (0.25) of the
+                                                      time is the prompts'
     unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
                                                       slow_reader_timeout_s (30)
     steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
@@ -77,6 +79,7 @@ from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget, Pace
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.preemption import Preemption, seniority
 from scheduler.prefill import PrefillPlanner
@@ -163,6 +166,7 @@ class SchedulerCore:
             meter=self._meter,
             throughput=throughput,
         )
+        self._pace = Pace(gap_s=config.max_token_gap_s, share=config.prefill_share, chunk=chunk)
         self._prefill = PrefillPlanner(
             chunk=chunk,
             rows=self._rows,
@@ -327,7 +331,8 @@ class SchedulerCore:
         served = self._preemption.serve([s for s in self._rows.values() if s.can_decode], reap)
         ticket = Ticket(step=self._next_step)
         self._prefill.blocked = None
-        copies = self._prefill.plan(ticket, now)
+        budget = self._prompt_budget(*self._cohorts(served))
+        copies = self._prefill.plan(ticket, now, budget)
         waiting = self._prefill.blocked
         if waiting is not None and self._preemption.displace(waiting, ticket):
             reap()
@@ -343,6 +348,7 @@ class SchedulerCore:
             guided=self._guided.plan(guided, ticket.guided, alone=alone),
             drop=self.keeping.cache.planned(),
         )
+        ticket.load = self._pace.planned(budget, ticket.shapes, mixed=ticket.decodes)
         self._meter.cohorts(plan)
         return self._planned(plan, ticket)
 
@@ -366,6 +372,19 @@ class SchedulerCore:
         ready = [s for s in self._rows.values() if s in served and s.can_decode]
         guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
+
+    def _prompt_budget(self, free: list[Sequence], guided: list[Sequence]) -> Budget:
+        """What prompts may take of a step with these cohorts."""
+        pace = self._pace
+        prompts = self._queue or any(s.prefilling for s in self._rows.values())
+        if pace.gap_s is None or not prompts:
+            return pace.unbounded()
+        cohorts = ((self._free, free), (self._guided, guided))
+        cycles = [planner.estimate(rows) for planner, rows in cohorts if rows]
+        late = any(s.guided and s.streams for s in self._rows.values())
+        if not cycles and not late:
+            return pace.unbounded()
+        return pace.budget(cycles, every=self._max_in_flight if late else 1)
 
     def _expire(self, now: float) -> None:
         """End what is past its time: requests, readers that are too slow, sessions."""
@@ -435,6 +454,7 @@ class SchedulerCore:
             planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
+        self._pace.observe(ticket.load, result.device_s, decoded=ticket.decodes)
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
         return self.take_events()
 
@@ -528,5 +548,6 @@ class SchedulerCore:
             preempted_waiting=self._queue.returned,
             recomputed_tokens=self._prefill.recomputed,
             **self._meter.snapshot(),
+            **self._pace.snapshot(),
             **self.keeping.snapshot(),
         )

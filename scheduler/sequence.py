@@ -206,6 +206,11 @@ class Sequence:
             and not (self.tickets and self.request.constraint is not None)
         )
 
+    @property
+    def streams(self) -> bool:
+        """Its prompt is handed over, and a reader waits for what comes next."""
+        return self.cause is None and self.paused_at is None and not self.prefilling
+
     def reach(self, depth: int) -> int:
         """Positions this row can occupy after one more decode step at `depth`."""
         known = self.asked_tokens + self.emitted

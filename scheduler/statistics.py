@@ -103,6 +103,14 @@ class Statistics:
     """Sums of the `StepResult` fields of the same names."""
     gap_s: float
     """The same, where there was a step before to be idle after."""
+    mixed_step_error: float
+    """Smoothed |estimated - actual| / actual seconds of steps with both chunks and a cycle."""
+    gap_exceeded: int
+    """Steps with a decode cycle that took longer than `max_token_gap_s`."""
+    contended_s: float
+    """Seconds of steps in which a row decoded and a prompt could run, with `max_token_gap_s`."""
+    contended_prefill_s: float
+    """Those of them that prompts took, as estimated: their share is to be `prefill_share`."""
     prefix_lookups: int
     """Started requests that might have begun with a saved prefix."""
     prefix_hits: int

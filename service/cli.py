@@ -105,6 +105,15 @@ def serve(
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
     ] = None,
+    max_token_gap: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest step with prompts while others stream, e.g. 0.25 or 250ms; any if absent."
+        ),
+    ] = None,
+    prefill_share: Annotated[
+        float, typer.Option(help="Share of the time prompts get even so, 0 … 1.")
+    ] = 0.25,
     default_max_tokens: Annotated[
         int, typer.Option(help="max_tokens of requests that name none.")
     ] = 4096,
@@ -118,7 +127,7 @@ def serve(
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
-    from service.config import RequestLimits, ServerConfig
+    from service.config import RequestLimits, ServerConfig, parse_seconds
 
     settings = _config(
         model=model,
@@ -128,9 +137,11 @@ def serve(
         kv_memory=kv_memory,
         prefix_memory=prefix_memory if prefix_cache else prefix_memory or "0",
         deterministic=deterministic,
-        reuse={
+        policy={
             "prefix_cache": prefix_cache,
             "session_ttl_s": session_ttl,
+            "max_token_gap_s": None if max_token_gap is None else parse_seconds(max_token_gap),
+            "prefill_share": prefill_share,
             **_tenants(tenants),
         },
         context=context,
@@ -350,11 +361,11 @@ def _config(
     prefill_chunk: int | None = None,
     prefix_memory: str | None = None,
     deterministic: bool = False,
-    reuse: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
     log_format: str = "pretty",
     **parts: Any,
 ) -> ServiceConfig:
-    """The options as one checked config; `reuse` is the scheduler's. Raises UsageError,
+    """The options as one checked config; `policy` is the scheduler's. Raises UsageError,
     SettingError, ConfigError and ModelNotFoundError."""
     from engine.config import (
         BlasChoice,
@@ -375,7 +386,7 @@ def _config(
             max_rows=max_rows,
             prefill_chunk=prefill_chunk,
             depth="auto" if fixed is None else fixed,
-            **(reuse or {}),
+            **(policy or {}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

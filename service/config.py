@@ -189,6 +189,8 @@ class ServiceConfig:
             raise SettingError("log_format", "must be 'json' or 'pretty'")
         if not isinstance(self.cost_table, Path) and self.cost_table not in ("auto", "off"):
             raise SettingError("cost_table", "must be 'auto', 'off' or a Path")
+        if self.engine.deterministic and self.scheduler.max_token_gap_s is not None:
+            raise SettingError("max_token_gap", "cuts prompts by time: not with deterministic")
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -205,6 +207,17 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise SettingError("size", "must be at least one byte")
     return size
+
+
+def parse_seconds(text: str) -> float:
+    """'0.25', '250ms' or '1.5 s' as seconds. Raises SettingError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|)\s*", text)
+    if match is None:
+        raise SettingError("time", f"{text!r} is not a time such as 0.25 or 250ms")
+    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    if not seconds > 0:
+        raise SettingError("time", "must be > 0 seconds")
+    return seconds
 
 
 def _at_least(config: object, limit: int, *names: str) -> None:

@@ -20,6 +20,7 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import MAX_DEPTH, EngineInfo
 from scheduler.loop import StepRecord
 from scheduler.request import FinishReason, Priority, Tokens, Usage
+from scheduler.sequence import Preempted
 from scheduler.statistics import Statistics
 from scheduler.tenants import OTHER
 from service.errors import Reason
@@ -218,6 +219,7 @@ class _SchedulerCollector(Collector):
             yield from self._load(statistics)
             yield from _queue(statistics)
             yield from _totals(statistics)
+            yield from _pace(statistics)
             yield from _speculation(statistics)
             yield from _reuse(statistics)
             yield from _ends(statistics)
@@ -291,7 +293,7 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     yield _counter(
         "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
     )
-    given_up = dict(s.preemptions)
+    given_up = {cause.value: s.preemptions.get(cause, 0) for cause in Preempted}
     yield _labelled("preemptions", "Rows given up, to be computed again.", "cause", given_up)
     yield _counter(
         "recomputed_tokens", "Positions computed again after preemptions.", s.recomputed_tokens
@@ -312,6 +314,28 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     for phase, seconds in (("build", s.build_s), ("wait", s.wait_s), ("device", s.device_s)):
         phases.add_metric([phase], seconds)
     yield phases
+
+
+def _pace(s: Statistics) -> Iterable[Metric]:
+    yield _counter(
+        "token_gap_exceeded",
+        "Steps with a decode cycle that took longer than --max-token-gap.",
+        s.gap_exceeded,
+    )
+    contended = CounterMetricFamily(
+        "selfdraft_contended_seconds",
+        "Time of steps in which rows decoded and prompts waited, under --max-token-gap: prefill is "
+        "to have --prefill-share of it.",
+        labels=["work"],
+    )
+    contended.add_metric(["prefill"], s.contended_prefill_s)
+    contended.add_metric(["decode"], s.contended_s - s.contended_prefill_s)
+    yield contended
+    yield _gauge(
+        "mixed_step_error_ratio",
+        "Error of the estimated time of steps with prompts and a cycle, over the time; smoothed.",
+        s.mixed_step_error,
+    )
 
 
 def _speculation(s: Statistics) -> Iterable[Metric]:

@@ -17,7 +17,17 @@ import anyio.to_thread
 import pytest
 
 from engine.plan import EngineFailedError, KeepRow
-from scheduler import RequestHandle, Scheduler, acceptance, costs, depth, preemption, prefix
+from scheduler import (
+    RequestHandle,
+    Scheduler,
+    acceptance,
+    costs,
+    depth,
+    pace,
+    preemption,
+    prefill,
+    prefix,
+)
 from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
 from scheduler.delivery import Delivery
@@ -25,6 +35,7 @@ from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget, Pace
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.preemption import Preemption
 from scheduler.prefill import PrefillPlanner
@@ -33,7 +44,14 @@ from scheduler.queue import WaitingQueue
 from scheduler.request import Finished, FinishReason, Tokens
 from scheduler.sequence import Preempted, Sequence
 from scheduler.thread import OwnerThread
-from tests.scheduler import test_depth, test_loop, test_preemption, test_prefix, test_sessions
+from tests.scheduler import (
+    test_depth,
+    test_loop,
+    test_pace,
+    test_preemption,
+    test_prefix,
+    test_sessions,
+)
 from tests.scheduler.bench import TINY, fuzz
 from tests.scheduler.fake_engine import PlanError
 
@@ -190,11 +208,10 @@ def a_row_decodes_before_its_prompt_is_complete(patch: pytest.MonkeyPatch) -> No
 
 @mutation
 def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
-    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any) -> int:
-        size = chunk_well(self, sequence, ticket)
+    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any, end: int) -> None:
+        chunk_well(self, sequence, ticket, end)
         if sequence.prefilling:
             sequence.cursor -= 1
-        return size
 
     chunk_well = PrefillPlanner._chunk
     patch.setattr(PrefillPlanner, "_chunk", chunk)
@@ -814,6 +831,63 @@ def a_displaced_row_waits_for_the_next_plan(patch: pytest.MonkeyPatch) -> None:
 
 
 the = test_preemption
+
+
+def the_budget_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Budget, "_affords", lambda self, tokens, start: True)
+
+
+def the_share_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pace, "credit", property(lambda self: 0.0))
+
+
+def the_share_is_a_gift(patch: pytest.MonkeyPatch) -> None:
+    """What chunks took is not subtracted."""
+    patch.setattr(Pace, "_gain", lambda self, load, step_s, prefill_s: self._share * step_s)
+
+
+def prompts_are_not_cut_where_they_are_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillPlanner, "_end", lambda self, s: self._cut(s, s.cursor))
+
+
+def pieces_are_of_any_length(patch: pytest.MonkeyPatch) -> None:
+    def piece(self: Budget, start: int, end: int, *, whole: bool) -> int:
+        size = piece_well(self, start, end, whole=whole)
+        return size - 1 if size > 1 and self.costs is not None else size
+
+    piece_well = Budget.piece
+    patch.setattr(Budget, "piece", piece)
+
+
+def first_steps_are_learned(patch: pytest.MonkeyPatch) -> None:
+    def planned(self: Pace, budget: Any, shapes: Any, *, mixed: bool) -> Any:
+        load = planned_well(self, budget, shapes, mixed=mixed)
+        return load and replace(load, new=False)
+
+    planned_well = Pace.planned
+    patch.setattr(Pace, "planned", planned)
+
+
+def cycles_are_never_measured_beside_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pace, "REFRESH", math.inf)
+
+
+def the_oldest_prompt_is_owed_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillPlanner, "_note_passing", lambda self, ticket: None)
+
+
+def prompts_go_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "OPEN", 1)
+
+
+def the_longest_goes_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "_order", lambda s: s.cursor - len(s.prompt))
+
+
+def classes_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "_order", lambda s: len(s.prompt) - s.cursor)
+
+
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (the_most_senior_row_leaves_first, the.test_of_several_juniors_the_most_junior_leaves),
     (the_class_does_not_count, partial(the.test_the_lowest_class_goes_first_then_the_youngest, 2)),
@@ -867,6 +941,26 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
         pins_never_yield,
         test_sessions.test_pins_yield_to_a_request_that_could_not_start_otherwise,
     ),
+    (the_budget_is_ignored, test_pace.check_gap),
+    (the_share_is_ignored, test_pace.check_share),
+    (the_share_is_a_gift, test_pace.check_share),
+    (
+        prompts_are_not_cut_where_they_are_saved,
+        partial(test_pace.check_cuts, [150, 90, 150], 64, 0.12, 0.2, 3, 0),
+    ),
+    (
+        pieces_are_of_any_length,
+        partial(test_pace.check_cuts, [150, 90, 150], 64, 0.12, 0.2, 3, 0),
+    ),
+    (first_steps_are_learned, test_pace.check_first_steps),
+    (
+        cycles_are_never_measured_beside_prompts,
+        test_pace.test_cycles_are_measured_now_and_then,
+    ),
+    (the_oldest_prompt_is_owed_nothing, test_pace.check_book),
+    (prompts_go_one_after_the_other, test_pace.check_short_prompts),
+    (the_longest_goes_first, test_pace.test_the_shorter_book_goes_first),
+    (classes_are_ignored, test_pace.test_a_higher_class_goes_first),
     (samples_do_not_wait, partial(test_prefix.test_parallel_samples_prefill_once, 1)),
     (
         the_match_is_never_given_up,

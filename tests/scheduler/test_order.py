@@ -88,7 +88,7 @@ class Watch:
         for name, policy in self.bench.config.tenants.items():
             assert rows[name] <= (policy.max_rows or math.inf)
             assert tokens[name] <= (policy.max_queued_tokens or math.inf)
-        assert len(self.queue) <= self.bench.config.max_queue
+        assert len(self.queue) - self.queue.returned <= self.bench.config.max_queue
         assert tokens.total() <= self.bench.config.max_queued_tokens
 
 
