@@ -61,7 +61,9 @@ class Keeping:
             return None
         session = sequence.request.session_id
         tokens = np.concatenate([sequence.prompt, np.array(sequence.output[:-1], np.int32)])
-        hashes = page_hashes(tokens, self._page_size, sequence.hashes or self.cache.hashes(tokens))
+        salt = sequence.request.cache_salt
+        known = sequence.hashes or self.cache.hashes(tokens, salt)
+        hashes = page_hashes(tokens, self._page_size, known)
         entry = self.cache.find(tokens, hashes, mtp=sequence.speculative)
         fresh = None
         if entry is not None and entry.ready:
@@ -104,15 +106,16 @@ class Keeping:
         )
         return Export(boundary=entry.boundary, saved=saved, pages=entry.pages.copy())
 
-    def begin_import(self, saved: SavedPrefix, *, rows: bool) -> Entry:
+    def begin_import(self, saved: SavedPrefix, *, rows: bool, salt: str) -> Entry:
         """Make room for a file's prefix: an entry that nobody uses before `finish_import`. Ready at
-        once when these tokens are kept already. `rows`: some row runs.
+        once when these tokens are kept already. `rows`: some row runs; `salt`: that of the requests
+        that may use it.
 
         Raises NoRoomError, with the numbers.
         """
         tokens = np.array(saved.tokens, dtype=np.int32)
         self._fits(tokens)
-        hashes = self.cache.hashes(tokens)
+        hashes = self.cache.hashes(tokens, salt)
         there = self.cache.find(tokens, hashes, mtp=saved.mtp)
         if there is not None and there.ready:
             return there

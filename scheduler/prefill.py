@@ -102,7 +102,7 @@ class PrefillPlanner:
         if not self._cache.total or not sequence.request.reuse_prefix:
             return None
         if sequence.hashes is None:
-            sequence.hashes = self._cache.hashes(sequence.prompt)
+            sequence.hashes = self._cache.hashes(sequence.prompt, sequence.request.cache_salt)
         if not sequence.restores:
             return None
         return self._cache.match(sequence.prompt, sequence.hashes, mtp=sequence.speculative)

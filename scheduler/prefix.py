@@ -7,7 +7,8 @@ where its state was saved. Policy (which points to keep) is `scheduler.prefill`'
 
 Index: a hash per whole page, chained (SHA-256 of the hash before it and the page's token ids), so
 one look-up per page finds the longest candidates; tokens are compared before an entry is used, so
-equal hashes alone never give a request somebody else's prefix.
+equal hashes alone never give a request somebody else's prefix. A salt begins the chain: entries are
+found only by requests of the same salt.
 
 Eviction is LRU in three classes. Entries that nobody is promised go first; then ends that a session
 pins (sessions are a cache with better manners, not a reservation); and, when no row runs, so that
@@ -31,7 +32,7 @@ from scheduler.groups import Group
 from scheduler.pages import IntegrityError, PagePool
 
 ROOT = b""
-"""Chained hash of no page at all."""
+"""Chained hash of no page at all, of requests without a salt."""
 
 Tokens = NDArray[np.int32]
 
@@ -90,6 +91,11 @@ def page_hashes(tokens: Tokens, page_size: int, known: Sequence[bytes] = (ROOT,)
     return hashes
 
 
+def root(salt: str) -> bytes:
+    """Chained hash of no page at all, of requests with this salt."""
+    return sha256(salt.encode()).digest() if salt else ROOT
+
+
 class PrefixCache:
     """All entries of one engine. Knows pages and boundaries, not requests."""
 
@@ -124,8 +130,8 @@ class PrefixCache:
 
     # --- look ------------------------------------------------------------------------------------
 
-    def hashes(self, tokens: Tokens) -> list[bytes]:
-        return page_hashes(tokens, self._page_size)
+    def hashes(self, tokens: Tokens, salt: str) -> list[bytes]:
+        return page_hashes(tokens, self._page_size, (root(salt),))
 
     def match(self, prompt: Tokens, hashes: Sequence[bytes], *, mtp: bool) -> Entry | None:
         """The longest entry that is a proper prefix of `prompt`; the last token is always left to
@@ -155,7 +161,7 @@ class PrefixCache:
         """Tokens that `prompt` has in common with the entry it has most in common with."""
         if not self._entries:
             return 0
-        candidates = self._entries
+        candidates = {b: e for b, e in self._entries.items() if e.hashes[0] == hashes[0]}
         whole = 0
         for pages in range(len(hashes) - 1, 0, -1):
             if under := self._under.get(hashes[pages]):

@@ -92,13 +92,21 @@ class ServerConfig:
     """The network side."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Loopback by default: there is no authentication yet."""
+    """Address to listen on, or a name of one. Beyond loopback it needs TLS or `insecure`."""
+
+    insecure: bool = False
+    """Listen in plain text where other machines reach it: on a trusted network, or behind a proxy
+    that encrypts. Never the default, because prompts and tokens would travel readable."""
 
     port: int = 50051
     """gRPC port; 0 takes a free one, which the server reports."""
 
     metrics_port: int | None = 9464
-    """Port of the Prometheus endpoint on the same host; 0 takes a free one, None serves none."""
+    """Port of the Prometheus endpoint; 0 takes a free one, None serves none."""
+
+    metrics_host: str | None = None
+    """Address of the Prometheus endpoint, which is plain HTTP with numbers and the model's name,
+    never prompts. None: that of gRPC where it is loopback or `insecure`, else 127.0.0.1."""
 
     max_concurrent_rpcs: int = 1024
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
@@ -139,6 +147,8 @@ class ServerConfig:
                 raise SettingError(name, "must be in 0 … 65535")
         if not self.host:
             raise SettingError("host", "must not be empty")
+        if self.metrics_host == "":
+            raise SettingError("metrics_host", "must not be empty")
         _at_least(self, 1, "max_concurrent_rpcs")
         _at_least(self, 1024, "max_message_bytes")
         _positive(self, "min_ping_interval_s", "keepalive_s", "keepalive_timeout_s")
@@ -170,6 +180,47 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of the gRPC port. Read again when they change."""
+
+    cert: Path
+    """The server's certificate, then those between it and its root."""
+    key: Path
+    """Its private key, without a password."""
+    client_ca: Path | None = None
+    """Roots of client certificates: with them a client must show one (mTLS)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Who may do what."""
+
+    tls: TlsFiles | None = None
+    """None: plain text, which only loopback may have without `ServerConfig.insecure`."""
+
+    tokens: Path | None = None
+    """TOML file of bearer tokens' hashes (see `service.tokens`). None: whoever reaches the port may
+    generate, all as one tenant."""
+
+    open_reflection: bool = True
+    """Answer grpc.reflection without a token: the API is public, and tools need it before a call
+    can be made. Health checks are always open."""
+
+    share_prefixes_between_tenants: bool = False
+    """Let a tenant start from a prefix that another one left. Off, because time to first token
+    tells whether somebody else has sent the same beginning; on, a system prompt that all have in
+    common is computed once. Without `tokens` there is one tenant, and nothing to keep apart."""
+
+    session_dir: Path | None = None
+    """Folder for sessions that an admin exports and imports by name; None turns both off. One
+    server writes to it."""
+
+    def cache_salt(self, tenant: str) -> str:
+        """What keeps a tenant's prefixes apart from others' (`GenerationRequest.cache_salt`)."""
+        return "" if self.share_prefixes_between_tenants else tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """One server, whole."""
 
@@ -177,6 +228,7 @@ class ServiceConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     log_format: LogFormat = "pretty"
     cost_table: Literal["auto", "off"] | Path = "off"
     """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,

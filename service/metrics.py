@@ -55,6 +55,8 @@ _SUCCESS: Final = {
 REFUSALS: Final = (
     Reason.INVALID_ARGUMENT,
     Reason.DUPLICATE_REQUEST,
+    Reason.UNAUTHENTICATED,
+    Reason.PERMISSION_DENIED,
     Reason.QUEUE_FULL,
     Reason.LOADING,
     Reason.DRAINING,
@@ -89,7 +91,7 @@ class Metrics:
         )
         self._refused = Counter(
             "selfdraft_requests_refused",
-            "Generate calls refused before admission.",
+            "Generate calls refused before admission, and calls whose token does not allow them.",
             ["reason"],
             registry=self.registry,
         )
@@ -127,7 +129,7 @@ class Metrics:
         self._collector.model = (info, name)
 
     def refused(self, reason: Reason) -> None:
-        """A Generate call was refused before admission."""
+        """A Generate call was refused before admission, or any call for its token."""
         self._refused.labels(reason.value).inc()
 
     def admitted(self, mode: pb.SpeculationMode, form: Form | None) -> None:

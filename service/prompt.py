@@ -14,6 +14,7 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import EngineInfo
 from scheduler.admission import Limits
 from scheduler.request import GenerationRequest
+from service.auth import Scope
 from service.backend import Backend
 from service.config import RequestLimits
 from service.errors import invalid
@@ -43,6 +44,9 @@ class Prepared:
     """A request that passed every check the service can make."""
 
     request_id: str
+    """As its client knows it."""
+    key: str
+    """As the server knows it: unique among the live requests of all tenants."""
     requests: tuple[GenerationRequest, ...]
     """One per sequence, of one group when there are several."""
     constraints: tuple[GrammarConstraint | None, ...]
@@ -59,8 +63,11 @@ async def prepare(
     limits: RequestLimits,
     request_id: str,
     deadline: float | None,
+    scope: Scope,
+    cache_salt: str = "",
 ) -> Prepared:
-    """Checks and tokenizes `request`. Raises ServiceError with every violation at once."""
+    """Checks and tokenizes `request`, whose ids are names of `scope`. Raises ServiceError with
+    every violation at once."""
     complain = Violations()
     scheduler = backend.scheduler
     check_known(request, complain)
@@ -83,8 +90,9 @@ async def prepare(
     if ids is None or complain.found:
         raise invalid(complain.found)
     constraints = tuple(grammar.constraint() if grammar else None for _ in range(options.n))
+    key = scope.inside(request_id)
     common = GenerationRequest(
-        request_id=request_id,
+        request_id=key,
         prompt_ids=ids,
         sampling=options.sampling,
         max_tokens=max_tokens,
@@ -96,10 +104,13 @@ async def prepare(
         prompt_logprobs=options.prompt_logprobs,
         constraint=constraints[0],
         reuse_prefix=options.reuse_prefix,
-        session_id=options.session_id,
+        session_id=None if options.session_id is None else scope.inside(options.session_id),
+        tenant=scope.tenant,
+        cache_salt=cache_salt,
     )
     return Prepared(
         request_id=request_id,
+        key=key,
         requests=_sequences(common, constraints),
         constraints=constraints,
         input=request.WhichOneof("input") or "",
