@@ -31,10 +31,13 @@ class Gate:
         security = config.security
         tls = Tls(security.tls, logger) if security.tls else None
         tokens = Tokens(security.tokens, logger) if security.tokens else None
+        files = SessionFiles(security.session_dir) if security.session_dir else None
+        if files is not None:
+            files.prepare()
         gate = cls(
             tls=tls,
             tokens=tokens,
-            files=SessionFiles(security.session_dir) if security.session_dir else None,
+            files=files,
             admin=tokens is not None or is_loopback(config.server.host),
         )
         for warning in gate.warnings():

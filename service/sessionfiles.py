@@ -30,11 +30,15 @@ class SessionFiles:
     """One folder, which this server alone writes to."""
 
     def __init__(self, folder: Path) -> None:
+        """Nothing is touched before `prepare`."""
+        self._folder = folder
+
+    def prepare(self) -> None:
         """Makes the folder if it is not there and removes what a killed server left half written.
 
         Raises FileError when it cannot be written to.
         """
-        self._folder = folder
+        folder = self._folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in folder.glob(LEFTOVERS):

@@ -20,8 +20,9 @@ import hmac
 import re
 import secrets
 import stat
+import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,6 +74,27 @@ def entry_text(
     return "\n".join(lines) + "\n"
 
 
+def append_entry(path: Path, text: str) -> None:
+    """Adds an entry to a token file, whole or not at all, and keeps its mode; a new file is the
+    owner's alone. Raises FileError when the file cannot be used or the result would not do."""
+    try:
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
+        after = f"{before.rstrip()}\n\n{text}" if before.strip() else text
+        read_entries(after.encode(), path)
+        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(number, "w", encoding="utf-8") as file:
+                file.write(after)
+            Path(name).chmod(mode)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+
+
 def _now() -> datetime:
     return datetime.now(UTC)
 
@@ -85,7 +107,7 @@ class Tokens:
         self._path = path
         self._clock = clock
         self._entries: Reloading[tuple[TokenEntry, ...]] = Reloading(
-            [path], self._parse, what="tokens", logger=logger
+            [path], lambda contents: read_entries(contents[0], path), what="tokens", logger=logger
         )
 
     @property
@@ -130,42 +152,44 @@ class Tokens:
     def _expired(self, entry: TokenEntry) -> bool:
         return entry.expires is not None and self._clock() >= entry.expires
 
-    def _parse(self, contents: Sequence[bytes]) -> tuple[TokenEntry, ...]:
+
+def read_entries(content: bytes, path: Path) -> tuple[TokenEntry, ...]:
+    """The entries of a token file. Raises FileError, which names what is at fault in `path` and
+    quotes nothing of it."""
+    try:
+        table = tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is not UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{path}: is not TOML ({error})") from error
+    if unknown := table.keys() - {"token"}:
+        raise FileError(f"{path}: {sorted(unknown)[0]}: there is only [[token]]")
+    listed = table.get("token", [])
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise FileError(f"{path}: token: must be [[token]] tables")
+    entries = []
+    for index, entry in enumerate(listed):
         try:
-            table = tomllib.loads(contents[0].decode())
-        except UnicodeDecodeError as error:
-            raise FileError(f"{self._path}: is not UTF-8") from error
-        except tomllib.TOMLDecodeError as error:
-            raise FileError(f"{self._path}: is not TOML ({error})") from error
-        if unknown := table.keys() - {"token"}:
-            raise FileError(f"{self._path}: {sorted(unknown)[0]}: there is only [[token]]")
-        listed = table.get("token", [])
-        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-            raise FileError(f"{self._path}: token: must be [[token]] tables")
-        entries = tuple(self._entry(index, entry) for index, entry in enumerate(listed))
-        if len({entry.digest for entry in entries}) < len(entries):
-            raise FileError(f"{self._path}: two entries have the same hash")
-        return entries
+            entries.append(_entry(entry))
+        except FileError as fault:
+            raise FileError(f"{path}: token[{index}].{fault}") from fault
+    if len({entry.digest for entry in entries}) < len(entries):
+        raise FileError(f"{path}: two entries have the same hash")
+    return tuple(entries)
 
-    def _entry(self, index: int, table: dict[str, Any]) -> TokenEntry:
-        """Checks one table; what is at fault is named and never quoted."""
 
-        def fault(name: str, limit: str) -> FileError:
-            return FileError(f"{self._path}: token[{index}].{name}: {limit}")
-
-        if unknown := table.keys() - _FIELDS:
-            raise fault(sorted(unknown)[0], f"must be one of {', '.join(sorted(_FIELDS))}")
-        tenant, digest = table.get("tenant"), table.get("hash")
-        admin, expires = table.get("admin", False), table.get("expires")
-        if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
-            raise fault("tenant", "must be 1 … 64 of A-Z a-z 0-9 . _ -")
-        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-            raise fault(
-                "hash", "must be sha256: and 64 hexadecimal digits; the token itself is none"
-            )
-        if not isinstance(admin, bool):
-            raise fault("admin", "must be true or false")
-        if expires is not None and not (isinstance(expires, datetime) and expires.tzinfo):
-            raise fault("expires", "must be a time with its zone, e.g. 2027-01-01T00:00:00Z")
-        identity = Identity(tenant=tenant, admin=admin)
-        return TokenEntry(identity=identity, digest=digest, expires=expires)
+def _entry(table: dict[str, Any]) -> TokenEntry:
+    if unknown := table.keys() - _FIELDS:
+        raise FileError(f"{sorted(unknown)[0]}: must be one of {', '.join(sorted(_FIELDS))}")
+    tenant, digest = table.get("tenant"), table.get("hash")
+    admin, expires = table.get("admin", False), table.get("expires")
+    if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
+        raise FileError("tenant: must be 1 … 64 of A-Z a-z 0-9 . _ -")
+    if not isinstance(digest, str) or not _HASH.fullmatch(digest):
+        raise FileError("hash: must be sha256: and 64 hexadecimal digits, never a token itself")
+    if not isinstance(admin, bool):
+        raise FileError("admin: must be true or false")
+    if expires is not None and not (isinstance(expires, datetime) and expires.tzinfo):
+        raise FileError("expires: must be a time with its zone, e.g. 2027-01-01T00:00:00Z")
+    identity = Identity(tenant=tenant, admin=admin)
+    return TokenEntry(identity=identity, digest=digest, expires=expires)

@@ -24,6 +24,9 @@ def options() -> dict[str, frozenset[str]]:
     """Subcommand -> its options, `--no-…` forms included. Under "" those of `selfdraft` itself."""
     group: Any = typer.main.get_command(app)
     commands = {"": group, **group.commands}
+    for name, command in group.commands.items():
+        nested = getattr(command, "commands", {})
+        commands |= {f"{name} {inner}": found for inner, found in nested.items()}
     return {
         name: frozenset(
             option
