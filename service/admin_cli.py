@@ -51,10 +51,7 @@ def connection(
     _connection.update(
         target=target,
         **client_options(
-            tls=tls,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
+            *(tls, tls_ca, tls_cert, tls_key),
             token_file=token_file,
             insecure_token=insecure_token,
         ),

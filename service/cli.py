@@ -167,19 +167,11 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Texts to generate, 1 … 16.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
-    ] = None,
+    logprobs: options.Logprobs = None,
+    json_schema: options.JsonSchema = None,
     regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="File with a Lark grammar of the text.")
-    ] = None,
-    session_id: Annotated[
-        str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
-    ] = None,
+    grammar: options.Grammar = None,
+    session_id: options.SessionId = None,
     speculation: Annotated[
         str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
     ] = "auto",
@@ -235,12 +227,7 @@ def generate(
         if given := [f"--{name}" for name, value in here.items() if value is not None]:
             raise UsageError(f"{', '.join(given)}: the server at --target decides that")
         reach = options.client_options(
-            tls=tls,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            token_file=token_file,
-            insecure_token=insecure_token,
+            *(tls, tls_ca, tls_cert, tls_key), token_file=token_file, insecure_token=insecure_token
         )
         generate_at(target, ask, reach)
         return

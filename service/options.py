@@ -53,6 +53,19 @@ Deterministic = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
 
+# --- of texts -----------------------------------------------------------------------------------
+
+Logprobs = Annotated[
+    int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
+]
+JsonSchema = Annotated[
+    Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
+]
+Grammar = Annotated[Path | None, typer.Option(help="File with a Lark grammar of the text.")]
+SessionId = Annotated[
+    str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
+]
+
 # --- of `serve` -------------------------------------------------------------------------------
 
 MetricsHost = Annotated[
@@ -113,13 +126,13 @@ InsecureToken = Annotated[
 
 
 def client_options(
+    tls: bool,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
     *,
-    tls: bool = False,
-    tls_ca: Path | None = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
-    token_file: Path | None = None,
-    insecure_token: bool = False,
+    token_file: Path | None,
+    insecure_token: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of `Client` and `AdminClient`. A token is never an argument itself: those
     show in process lists and shell histories. Raises SettingError."""
