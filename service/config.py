@@ -76,12 +76,22 @@ class RequestLimits:
     max_text_chars: int = 4_000_000
     """Characters of a text or chat input. Longer ones are refused before they are tokenized."""
 
+    max_messages: int = 4096
+    """Messages of a chat: each costs the template work, empty or not."""
+
+    max_role_chars: int = 64
+    """Characters of a message's role."""
+
+    max_template_bytes: int = 65_536
+    """Bytes of the further variables a request gives the chat template."""
+
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
     """Bounds on a JSON schema, regular expression or grammar, and on compiling it."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
-        _at_least(self, 1, "max_n")
+        _at_least(self, 1, "max_n", "max_messages", "max_role_chars")
+        _at_least(self, 0, "max_template_bytes")
         _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
         if self.max_stop_ids > MAX_STOP_IDS:
             raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")

@@ -261,12 +261,17 @@ async def _encode_chat(
     variables: dict[str, Any] = MessageToDict(chat.chat_template_kwargs)
 
     def encode() -> tuple[int, ...]:
-        text = template.render(messages, add_generation_prompt=prompt, variables=variables)
+        text = template.render(
+            messages,
+            add_generation_prompt=prompt,
+            variables=variables,
+            max_chars=limits.max_text_chars,
+        )
         # The template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=False)
 
     try:
-        ids = await _aside(encode, sum(len(m.content) for m in chat.messages) > _INLINE_CHARS)
+        ids = await _aside(encode, chat.ByteSize() > _INLINE_CHARS)
     except ChatTemplateError as error:
         complain("chat.messages", f"refused by the model's chat template: {error}")
         return None
@@ -283,10 +288,20 @@ def _chat_is_sound(
     if not chat.messages:
         complain("chat.messages", "must hold at least one message")
         sound = False
+    if len(chat.messages) > limits.max_messages:
+        complain("chat.messages", f"at most {limits.max_messages}, are {len(chat.messages)}")
+        return False
     for index, message in enumerate(chat.messages):
-        if not message.role:
-            complain(f"chat.messages[{index}].role", "must not be empty")
+        size, most = len(message.role), limits.max_role_chars
+        if not 1 <= size <= most:
+            limit = f"at most {most} characters, is {size}" if size else "must not be empty"
+            complain(f"chat.messages[{index}].role", limit)
             sound = False
+    size_of_variables = chat.chat_template_kwargs.ByteSize()
+    if size_of_variables > limits.max_template_bytes:
+        limit = f"at most {limits.max_template_bytes} bytes, are {size_of_variables}"
+        complain("chat.chat_template_kwargs", limit)
+        sound = False
     chars = sum(len(message.content) for message in chat.messages)
     if chars > limits.max_text_chars:
         complain("chat.messages", f"at most {limits.max_text_chars} characters, are {chars}")
