@@ -20,7 +20,6 @@ import hmac
 import re
 import secrets
 import stat
-import tempfile
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from typing import Any, Final
 from service.auth import Identity
 from service.logs import Logger
 from service.reload import FileError, Reloading
+from service.whole import write_whole
 
 TENANT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """Names of tenants. They hold no '/', which separates a tenant from what is its own."""
@@ -82,15 +82,7 @@ def append_entry(path: Path, text: str) -> None:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o600
         after = f"{before.rstrip()}\n\n{text}" if before.strip() else text
         read_entries(after.encode(), path)
-        number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(number, "w", encoding="utf-8") as file:
-                file.write(after)
-            Path(name).chmod(mode)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, after, mode=mode)
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}") from error
 
