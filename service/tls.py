@@ -92,8 +92,7 @@ class Tls:
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             # The library's own text might quote what it read.
             raise FileError(f"{files.key}: holds no PEM private key without a password") from error
-        form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-        if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
+        if _public(key.public_key()) != _public(leaf.public_key()):
             raise FileError(f"{files.key}: is not the key of the certificate in {files.cert}")
         if rest:
             _check_authorities(rest[0], files)
@@ -104,6 +103,12 @@ class Tls:
             names=_names(leaf),
             expires=leaf.not_valid_after_utc,
         )
+
+
+def _public(key: Any) -> bytes:
+    """A public key of whatever kind, comparable."""
+    encoded: bytes = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return encoded
 
 
 def _check_authorities(pem: bytes, files: TlsFiles) -> None:
