@@ -1,4 +1,4 @@
-"""Build an engine from a checkpoint folder: check, budget, load, gate, warm up.
+"""Build an engine from a checkpoint folder: check, budget, load, gate.
 
 This module imports MLX only inside `load_engine`, because the BLAS must be chosen before that
 import, and MLX's streams belong to the thread that first uses them.
