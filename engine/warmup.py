@@ -8,8 +8,10 @@ from engine.errors import EngineError
 from engine.plan import Engine, RowSpec, SamplingParams
 from engine.solo import generate
 
-TOKENS = 6
+TOKENS = 3
 """Generated per row."""
+SHORT = 8
+"""Prompt tokens where a whole chunk has been run before."""
 ROWS = 4
 """Rows of the larger batch."""
 
@@ -18,9 +20,9 @@ def warm_up(engine: Engine) -> None:
     """Runs a prefill of a whole chunk and decode cycles at depth 0 and at the deepest, for one row
     and for a few. Nothing of it stays. Raises EngineError when a row of it fails: such an engine
     would fail its first client."""
-    for rows, depth in _batches(engine):
+    for index, (rows, depth) in enumerate(_batches(engine)):
         spec = RowSpec(sampling=SamplingParams(temperature=0.7, top_k=20), max_tokens=TOKENS)
-        prompt = _prompt(engine, rows)
+        prompt = _prompt(engine, rows, SHORT if index else engine.info.prefill_chunk)
         if not prompt:
             continue
         for result in generate(engine, [(prompt, spec)] * rows, depth=depth):
@@ -36,8 +38,8 @@ def _batches(engine: Engine) -> Iterator[tuple[int, int]]:
             yield rows, depth
 
 
-def _prompt(engine: Engine, rows: int) -> list[int]:
-    """One chunk of prompt, or as much of it as `rows` of them have room for."""
+def _prompt(engine: Engine, rows: int, length: int) -> list[int]:
+    """That many tokens, or as many as `rows` such prompts have room for."""
     info = engine.info
     room = min(info.context_length, info.pages // rows * info.page_size) - TOKENS
-    return [index % info.vocab_size for index in range(min(info.prefill_chunk, room))]
+    return [index % info.vocab_size for index in range(min(length, room))]

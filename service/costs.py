@@ -99,6 +99,7 @@ class CostFile:
             "costs": costs,
             **self.extra,
         }
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod

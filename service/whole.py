@@ -13,10 +13,9 @@ _STALE_S: Final = 3600.0
 
 
 def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Writes beside `path`, flushes to the disk and renames; makes the folder. `mode`: permissions,
-    by default the owner's alone. Removes what killed writers have left beside it. Raises OSError.
+    """Writes beside `path`, flushes to the disk and renames. `mode`: permissions, by default the
+    owner's alone. Removes what killed writers have left beside it. Raises OSError.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
