@@ -121,6 +121,10 @@ class ServerConfig:
     max_concurrent_rpcs: int = 1024
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
 
+    max_open_calls: int = 128
+    """Health checks, watches and reflection streams at once. They need no token, so strangers
+    could otherwise take up all of `max_concurrent_rpcs`."""
+
     max_message_bytes: int = 16 * 1024 * 1024
     """Largest message in either direction, in bytes."""
 
@@ -159,7 +163,7 @@ class ServerConfig:
             raise SettingError("host", "must not be empty")
         if self.metrics_host == "":
             raise SettingError("metrics_host", "must not be empty")
-        _at_least(self, 1, "max_concurrent_rpcs")
+        _at_least(self, 1, "max_concurrent_rpcs", "max_open_calls")
         _at_least(self, 1024, "max_message_bytes")
         _positive(self, "min_ping_interval_s", "keepalive_s", "keepalive_timeout_s")
         _positive(self, "max_connection_age_grace_s", "write_timeout_s", "retry_after_s")

@@ -34,6 +34,7 @@ class Reason(StrEnum):
     UNAUTHENTICATED = "UNAUTHENTICATED"
     PERMISSION_DENIED = "PERMISSION_DENIED"
     QUEUE_FULL = "QUEUE_FULL"
+    TOO_MANY_CALLS = "TOO_MANY_CALLS"
     SLOW_READER = "SLOW_READER"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
@@ -87,6 +88,9 @@ CATALOGUE: Final[Mapping[Reason, Kind]] = {
         _Code.RESOURCE_EXHAUSTED,
         "the queue is full; try again after the delay, or elsewhere",
         _RETRY,
+    ),
+    Reason.TOO_MANY_CALLS: Kind(
+        _Code.RESOURCE_EXHAUSTED, "too many health checks or reflections run at once", _RETRY
     ),
     Reason.SLOW_READER: Kind(_Code.RESOURCE_EXHAUSTED, "the stream was left unread for too long"),
     Reason.DEADLINE_EXCEEDED: Kind(

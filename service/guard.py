@@ -8,7 +8,9 @@ unknown and expired are one answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -44,13 +46,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         *,
         tokens: Tokens | None,
         open_services: Iterable[str],
+        max_open_calls: int,
+        retry_after_s: float,
         metrics: Metrics,
         logger: Logger,
-        clock: Any,
+        clock: Callable[[], float],
     ) -> None:
-        """`clock` gives seconds."""
+        """Of the open services at most `max_open_calls` calls run at once; others are told to come
+        again after `retry_after_s`. `clock` gives seconds."""
         self._tokens = tokens
         self._open = frozenset(open_services)
+        self._max_open_calls = max_open_calls
+        self._retry_after_s = retry_after_s
+        self._open_calls = 0
         self._metrics = metrics
         self._logger = logger
         self._clock = clock
@@ -61,7 +69,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """The method's handler, or one that refuses."""
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
         if service in self._open:
-            return await continuation(handler_call_details)
+            return self._bounded(await continuation(handler_call_details))
         identity = self._identify(handler_call_details.invocation_metadata or ())
         if identity is None:
             return self._refuse(Reason.UNAUTHENTICATED, "a valid bearer token is required", service)
@@ -78,6 +86,42 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None
         scheme, _, token = given[0].partition(" ")
         return self._tokens.identify(token.strip()) if scheme.lower() == "bearer" else None
+
+    def _bounded(self, handler: Any) -> Any:
+        """The same handler, as long as not too many of its like run; None stays None."""
+        if handler is None:
+            return None
+        asked = "stream" if handler.request_streaming else "unary"
+        kind = f"{asked}_{'stream' if handler.response_streaming else 'unary'}"
+        inner = getattr(handler, kind)
+
+        async def call(request: Any, context: Context) -> Any:
+            async with self._one_more(context):
+                return await inner(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with self._one_more(context):
+                async for response in inner(request, context):
+                    yield response
+
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(
+            stream if inspect.isasyncgenfunction(inner) else call,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    @asynccontextmanager
+    async def _one_more(self, context: Context) -> AsyncIterator[None]:
+        if self._open_calls >= self._max_open_calls:
+            message = f"{self._max_open_calls} such calls run already"
+            reason, delay = Reason.TOO_MANY_CALLS, self._retry_after_s
+            await abort(context, ServiceError(reason, message, retry_after_s=delay))
+        self._open_calls += 1
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
 
     def _refuse(self, reason: Reason, message: str, service: str) -> Any:
         async def refuse(requests: object, context: Context) -> NoReturn:

@@ -181,6 +181,8 @@ class Server:
         return AuthInterceptor(
             tokens=gate.tokens,
             open_services=[HEALTH, *reflects],
+            max_open_calls=self._config.server.max_open_calls,
+            retry_after_s=self._config.server.retry_after_s,
             metrics=self.metrics,
             logger=self._logger,
             clock=anyio.current_time,

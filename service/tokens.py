@@ -6,7 +6,8 @@
     admin = true                       # may use selfdraft.v1.Admin; default false
     expires = 2027-01-01T00:00:00Z     # with its time zone; default never
 
-A tenant may have several tokens: that is how one is replaced without a gap.
+A tenant may have several tokens: that is how one is replaced without a gap. One that is withdrawn
+or expires opens no further call; streams that run are finished.
 
 Why plain SHA-256: a slow, salted hash protects secrets that people choose, which an attacker can
 guess offline. These are 256 random bits. Whoever steals the file would have to try 2^255 of them,

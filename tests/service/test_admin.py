@@ -25,6 +25,9 @@ from tests.service.harness import Running, running, service_config
 pytestmark = pytest.mark.anyio
 
 
+Call = Callable[[AdminClient], Awaitable[object]]
+
+
 class Site:
     """A server with two tenants, an admin and a folder for sessions."""
 
@@ -169,12 +172,13 @@ async def test_a_name_is_no_path(
         scheduler: Any = up.server.door.look().scheduler
         monkeypatch.setattr(scheduler, "export_session", touched.append)
         monkeypatch.setattr(scheduler, "import_session", touched.append)
-        for call in (
-            admin.export_session("chat", name, tenant="ada"),
-            admin.import_session(name, "chat", tenant="ada"),
-        ):
+        calls: tuple[Call, ...] = (
+            lambda a: a.export_session("chat", name, tenant="ada"),
+            lambda a: a.import_session(name, "chat", tenant="ada"),
+        )
+        for call in calls:
             with pytest.raises(SelfdraftError) as caught:
-                await call
+                await call(admin)
             assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
             assert [violation.field for violation in caught.value.violations] == ["name"]
         assert touched == []
@@ -191,7 +195,6 @@ async def test_a_link_leads_nowhere(site: Site, tmp_path: Path) -> None:
         assert caught.value.reason == "NOT_FOUND"
 
 
-Call = Callable[[AdminClient], Awaitable[object]]
 WRONG: dict[str, tuple[Call, str, str]] = {
     "no such session": (
         lambda a: a.export_session("nobody", "x", tenant="ada"),

@@ -11,7 +11,9 @@ from typing import Any
 
 import anyio
 import grpc
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from selfdraft import AdminClient, Client, SelfdraftError
 
 from engine.plan import Engine
@@ -95,6 +97,32 @@ async def _(folder: Path) -> SelfdraftError:
         kept.append(up.client.generate(**ENDLESS))
         await kept[1].request_id()
         return await failing(up.client.generate(**ENDLESS).text())
+
+
+@scenario(Reason.TOO_MANY_CALLS)
+async def _(folder: Path) -> SelfdraftError:
+    config = service_config(server=ServerConfig(max_open_calls=2))
+    async with running(config=config) as up, grpc.aio.insecure_channel(up.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest())
+        watches[0].cancel()
+        with anyio.fail_after(5):
+            while not await _answers(stub):
+                await anyio.sleep(0.01)
+        assert await up.works()
+        return SelfdraftError.of(caught.value)
+
+
+async def _answers(stub: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest())
+    except grpc.aio.AioRpcError:
+        return False
+    return True
 
 
 @scenario(Reason.SLOW_READER)
