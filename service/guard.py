@@ -1,7 +1,8 @@
 """Who calls, and whether they may: one interceptor before every method of every service.
 
 Deny by default: a method is open only when its service is listed as such; whatever else is
-registered on the server, now or later, needs a token, and the Admin service one of an admin. A call
+registered on the server, now or later, needs a token, and the Admin service (and what else shows all
+tenants at once) one of an admin. A call
 is refused before its message is read. What is wrong with a token is not told: missing, malformed,
 unknown and expired are one answer.
 """
@@ -29,6 +30,10 @@ from service.tokens import Tokens
 HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 REFLECTION: Final = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+
+ADMIN_METHODS: Final = frozenset({"/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"})
+"""Methods of other services that show what all tenants have sent: events of kept prefixes carry
+their token ids."""
 
 _LOG_INTERVAL_S: Final = 1.0
 """Refusals are logged at most this often; the line counts those in between."""
@@ -67,13 +72,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """The method's handler, or one that refuses."""
-        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
+        method = handler_call_details.method
+        service = method.rpartition("/")[0].lstrip("/")
         if service in self._open:
             return self._bounded(await continuation(handler_call_details))
         identity = self._identify(handler_call_details.invocation_metadata or ())
         if identity is None:
             return self._refuse(Reason.UNAUTHENTICATED, "a valid bearer token is required", service)
-        if service == ADMIN and not identity.admin:
+        if (service == ADMIN or method in ADMIN_METHODS) and not identity.admin:
             return self._refuse(Reason.PERMISSION_DENIED, "the token is not an admin's", service)
         set_caller(identity)
         return await continuation(handler_call_details)

@@ -329,6 +329,10 @@ async def test_only_admins_administer(book: Book) -> None:
             error = await bare(up.target, path, ("authorization", f"Bearer {book.ada}"))
             assert error is not None
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        events = "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents"  # token ids of all tenants
+        error = await bare(up.target, events, ("authorization", f"Bearer {book.ada}"))
+        assert error is not None
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
         path = "/selfdraft.v1.Admin/GetConfig"
         assert await bare(up.target, path, ("authorization", f"Bearer {book.root}")) is None
 
