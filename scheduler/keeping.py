@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.plan import EngineInfo, SavedPrefix, pages_needed
 from scheduler.config import SchedulerConfig
 from scheduler.pages import PagePool
-from scheduler.prefix import Entry, PrefixCache, Yield, page_hashes
+from scheduler.prefix import Entry, PrefixCache, Yield, root
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 from scheduler.sessions import NoRoomError, Sessions
@@ -62,8 +62,7 @@ class Keeping:
         session = sequence.request.session_id
         tokens = np.concatenate([sequence.prompt, np.array(sequence.output[:-1], np.int32)])
         salt = sequence.request.cache_salt
-        known = sequence.hashes or self.cache.hashes(tokens, salt)
-        hashes = page_hashes(tokens, self._page_size, known)
+        hashes = self.cache.hashes(tokens, sequence.hashes or root(salt))
         entry = self.cache.find(tokens, hashes, mtp=sequence.speculative)
         fresh = None
         if entry is not None and entry.ready:
@@ -115,7 +114,7 @@ class Keeping:
         """
         tokens = np.array(saved.tokens, dtype=np.int32)
         self._fits(tokens)
-        hashes = self.cache.hashes(tokens, salt)
+        hashes = self.cache.hashes(tokens, root(salt))
         there = self.cache.find(tokens, hashes, mtp=saved.mtp)
         if there is not None and there.ready:
             return there

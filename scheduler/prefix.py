@@ -91,9 +91,9 @@ def page_hashes(tokens: Tokens, page_size: int, known: Sequence[bytes] = (ROOT,)
     return hashes
 
 
-def root(salt: str) -> bytes:
-    """Chained hash of no page at all, of requests with this salt."""
-    return sha256(salt.encode()).digest() if salt else ROOT
+def root(salt: str) -> list[bytes]:
+    """The hash of no page at all, of requests with this salt: what their chains begin with."""
+    return [sha256(salt.encode()).digest() if salt else ROOT]
 
 
 class PrefixCache:
@@ -130,8 +130,9 @@ class PrefixCache:
 
     # --- look ------------------------------------------------------------------------------------
 
-    def hashes(self, tokens: Tokens, salt: str) -> list[bytes]:
-        return page_hashes(tokens, self._page_size, (root(salt),))
+    def hashes(self, tokens: Tokens, known: Sequence[bytes]) -> list[bytes]:
+        """As `page_hashes`; `known` begins with the `root` of some salt."""
+        return page_hashes(tokens, self._page_size, known)
 
     def match(self, prompt: Tokens, hashes: Sequence[bytes], *, mtp: bool) -> Entry | None:
         """The longest entry that is a proper prefix of `prompt`; the last token is always left to

@@ -1,10 +1,9 @@
 """Who calls, and whether they may: one interceptor before every method of every service.
 
 Deny by default: a method is open only when its service is listed as such; whatever else is
-registered on the server, now or later, needs a token, and the Admin service (and what else shows all
-tenants at once) one of an admin. A call
-is refused before its message is read. What is wrong with a token is not told: missing, malformed,
-unknown and expired are one answer.
+registered on the server, now or later, needs a token, and the Admin service (with what else shows
+all tenants at once) one of an admin. A call is refused before its message is read. What is wrong
+with a token is not told: missing, malformed, unknown and expired are one answer.
 """
 
 from __future__ import annotations

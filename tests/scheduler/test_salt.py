@@ -24,7 +24,7 @@ def run(b: Bench, request: GenerationRequest) -> int:
 
 def test_a_salt_is_in_every_hash_of_a_chain() -> None:
     tokens = np.arange(1, 13, dtype=np.int32)
-    chains = [page_hashes(tokens, 4, (root(salt),)) for salt in ("", "a", "b")]
+    chains = [page_hashes(tokens, 4, root(salt)) for salt in ("", "a", "b")]
     assert chains[0][0] == ROOT
     assert chains[0] == page_hashes(tokens, 4)
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -82,5 +82,5 @@ def test_an_imported_prefix_has_the_salt_it_is_given() -> None:
         entry.ready = True
         prompt = np.arange(1, 31, dtype=np.int32)
         cache = b.core.keeping.cache
-        match = cache.match(prompt, cache.hashes(prompt, salt), mtp=True)
+        match = cache.match(prompt, cache.hashes(prompt, root(salt)), mtp=True)
         assert (0 if match is None else match.position) == expected
