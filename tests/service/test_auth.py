@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -296,9 +297,12 @@ async def test_secrets_are_in_no_log_and_no_error(book: Book) -> None:
 
 async def test_refusals_are_logged_at_most_once_a_second(book: Book) -> None:
     async with running(config=book.config(), metrics=True) as up:
+        started = time.monotonic()
         for _ in range(30):
             await bare(up.target, "/selfdraft.v1.Inference/Generate")
-        assert 1 <= len(up.log_lines("call refused")) <= 3
+        lines = up.log_lines("call refused")
+        assert 1 <= len(lines) <= 1 + (time.monotonic() - started)
+        assert sum(line["before"] + 1 for line in lines) <= 30
         name = 'selfdraft_requests_refused_total{reason="UNAUTHENTICATED"}'
         assert (await up.metrics())[name] == 30
 

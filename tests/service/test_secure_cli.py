@@ -11,6 +11,7 @@ import pytest
 import trustme
 
 from service.cli import main
+from service.config import SecurityConfig, ServerConfig, ServiceConfig, TlsFiles
 from service.tokens import digest_of, read_entries
 from tests.service.test_cli import Served, model
 
@@ -144,6 +145,39 @@ def test_errors_of_usage(arguments: tuple[str, ...], said: str, run: Run, tmp_pa
     assert said in err
     assert "sd_secret" not in err
     assert len([line for line in err.splitlines() if line.startswith("selfdraft: ")]) == 1
+
+
+def test_options_of_security_reach_the_server(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    from service import launch
+
+    seen: list[ServiceConfig] = []
+
+    def serve(config: ServiceConfig, *_: object) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(launch, "serve", serve)
+    assert run("serve", "--model", str(model))[0] == 0
+    assert (
+        run(
+            *("serve", "--model", str(model), "--insecure", "--metrics-host", "10.0.0.5"),
+            *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a", "--tokens", "t"),
+            *("--session-dir", "s", "--share-prefixes", "--no-reflection"),
+        )[0]
+        == 0
+    )
+    plain, secure = seen
+    assert (plain.security, plain.server) == (SecurityConfig(), ServerConfig())
+    assert secure.server == ServerConfig(insecure=True, metrics_host="10.0.0.5")
+    assert secure.security == SecurityConfig(
+        tls=TlsFiles(cert=Path("c"), key=Path("k"), client_ca=Path("a")),
+        tokens=Path("t"),
+        open_reflection=False,
+        share_prefixes_between_tenants=True,
+        session_dir=Path("s"),
+    )
 
 
 def test_an_entry_is_added_to_what_is_there(run: Run, tmp_path: Path) -> None:
