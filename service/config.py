@@ -122,8 +122,8 @@ class ServerConfig:
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
 
     max_open_calls: int = 128
-    """Health checks, watches and reflection streams at once. They need no token, so strangers
-    could otherwise take up all of `max_concurrent_rpcs`."""
+    """Health watches and reflection streams at once. They need no token, so strangers could
+    otherwise take up all of `max_concurrent_rpcs`."""
 
     max_message_bytes: int = 16 * 1024 * 1024
     """Largest message in either direction, in bytes."""

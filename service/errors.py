@@ -90,7 +90,7 @@ CATALOGUE: Final[Mapping[Reason, Kind]] = {
         _RETRY,
     ),
     Reason.TOO_MANY_CALLS: Kind(
-        _Code.RESOURCE_EXHAUSTED, "too many health checks or reflections run at once", _RETRY
+        _Code.RESOURCE_EXHAUSTED, "too many health watches or reflections run at once", _RETRY
     ),
     Reason.SLOW_READER: Kind(_Code.RESOURCE_EXHAUSTED, "the stream was left unread for too long"),
     Reason.DEADLINE_EXCEEDED: Kind(

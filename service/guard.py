@@ -93,9 +93,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return self._tokens.identify(token.strip()) if scheme.lower() == "bearer" else None
 
     def _bounded(self, handler: Any) -> Any:
-        """The same handler, as long as not too many of its like run; None stays None."""
-        if handler is None:
-            return None
+        """The same handler; one of streams runs only as long as not too many do. What answers once
+        holds nothing, so probes are always answered. None stays None."""
+        if handler is None or not (handler.request_streaming or handler.response_streaming):
+            return handler
         asked = "stream" if handler.request_streaming else "unary"
         kind = f"{asked}_{'stream' if handler.response_streaming else 'unary'}"
         inner = getattr(handler, kind)
@@ -119,7 +120,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     @asynccontextmanager
     async def _one_more(self, context: Context) -> AsyncIterator[None]:
         if self._open_calls >= self._max_open_calls:
-            message = f"{self._max_open_calls} such calls run already"
+            message = f"{self._max_open_calls} health watches and reflections run already"
             reason, delay = Reason.TOO_MANY_CALLS, self._retry_after_s
             await abort(context, ServiceError(reason, message, retry_after_s=delay))
         self._open_calls += 1
