@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
+from scheduler.prefix import ROOT, PrefixCache
 from service.auth import Identity, Scope
 from service.config import SecurityConfig
 from service.errors import Reason, ServiceError
@@ -17,6 +18,7 @@ from service.guard import AuthInterceptor
 from service.reload import Reloading
 from service.tls import Tls
 from service.tokens import Tokens, digest_of
+from tests.scheduler import test_salt
 from tests.service import test_admin, test_auth, test_errors, test_tls
 from tests.service.test_admin import Site
 from tests.service.test_auth import Book
@@ -144,6 +146,22 @@ def ids_are_everybodys(patch: pytest.MonkeyPatch) -> None:
 @seen_by(lambda f, _: test_auth.test_one_tenant_cannot_tell_what_another_has_sent(Book(f), False))
 def prefixes_are_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SecurityConfig, "cache_salt", lambda self, tenant: "")
+
+
+@seen_by(lambda _, __: test_salt.test_prompts_and_ends_are_found_under_their_own_salt_only())
+def a_salt_is_left_out_of_the_hashes(patch: pytest.MonkeyPatch) -> None:
+    for room in ("prefill", "keeping"):
+        patch.setattr(f"scheduler.{room}.root", lambda salt: [ROOT])
+
+
+@seen_by(lambda _, __: test_salt.test_where_a_prompt_is_cut_does_not_tell_either())
+def a_branch_is_looked_for_under_every_salt(patch: pytest.MonkeyPatch) -> None:
+    well = PrefixCache.common
+
+    def common(self: PrefixCache, prompt: Any, hashes: Any) -> int:
+        return max((well(self, prompt, entry.hashes) for entry in self), default=0)
+
+    patch.setattr(PrefixCache, "common", common)
 
 
 @seen_by(lambda f, patch: test_admin.test_a_name_is_no_path("../x", Site(f), f, patch))
