@@ -80,19 +80,11 @@ def serve(
     blas: options.Blas = "auto",
     weights: options.Weights = "auto",
     mtp_gate: options.Gate = "auto",
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
-    ] = None,
-    default_max_tokens: Annotated[
-        int, typer.Option(help="max_tokens of requests that name none.")
-    ] = 4096,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time to finish running requests after SIGTERM.")
-    ] = 30.0,
+    prefill_chunk: options.PrefillChunk = None,
+    default_max_tokens: options.DefaultMaxTokens = 4096,
+    drain_seconds: options.DrainSeconds = 30.0,
     log_format: options.LogFormatOption = "pretty",
-    cost_table: Annotated[
-        str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
-    ] = "auto",
+    cost_table: options.CostTable = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
@@ -172,9 +164,7 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
     grammar: options.Grammar = None,
     session_id: options.SessionId = None,
-    speculation: Annotated[
-        str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
-    ] = "auto",
+    speculation: options.Speculation = "auto",
     depth: options.DepthOption = "auto",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     tls: options.UseTls = False,

@@ -50,6 +50,14 @@ Deterministic = Annotated[
         help="Run every cycle at one shape: no row's result depends on its neighbours. Slow.",
     ),
 ]
+PrefillChunk = Annotated[
+    int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
+]
+DefaultMaxTokens = Annotated[int, typer.Option(help="max_tokens of requests that name none.")]
+DrainSeconds = Annotated[float, typer.Option(help="Time to finish running requests after SIGTERM.")]
+CostTable = Annotated[
+    str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
 
@@ -64,6 +72,10 @@ JsonSchema = Annotated[
 Grammar = Annotated[Path | None, typer.Option(help="File with a Lark grammar of the text.")]
 SessionId = Annotated[
     str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
+]
+
+Speculation = Annotated[
+    str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
 ]
 
 # --- of `serve` -------------------------------------------------------------------------------
