@@ -1,4 +1,4 @@
-"""Build an engine from a checkpoint folder: check, budget, load, gate, warm up.
+"""Build an engine from a checkpoint folder: check, budget, load, gate.
 
 This module imports MLX only inside `load_engine`, because the BLAS must be chosen before that
 import, and MLX's streams belong to the thread that first uses them.
@@ -91,32 +91,13 @@ def _load(
     trace: bool,
     scripted: Sequence[float] | None,
 ) -> MLXEngine:
-    import mlx.core as mx
-
-    from engine.checkpoint import planned_bytes, read_checkpoint
-
     def stage(index: int) -> None:
         if progress is not None:
             progress((*_STAGES, "ready")[index], index, len(_STAGES))
 
     stage(0)
-    on_gpu = mx.default_device().type == mx.gpu
-    checkpoint = read_checkpoint(config.model)
-    setup = _Setup(
-        config=config,
-        checkpoint=checkpoint,
-        blas=describe_blas(blas, on_gpu=on_gpu),
-        on_gpu=on_gpu,
-        dtype=_dtype(config, checkpoint, on_gpu=on_gpu),
-        dequantize=config.weights == "dequantize" or (config.weights == "auto" and not on_gpu),
-        mtp=checkpoint.has_mtp and config.max_depth > 0,
-        trace=trace,
-    )
-    if not setup.mtp:
-        for name in [name for name in checkpoint.tensors if name.startswith("mtp.")]:
-            del checkpoint.tensors[name]
-    planned = planned_bytes(checkpoint, dtype=setup.dtype, dequantize=setup.dequantize)
-    plan = setup.budget(planned)
+    setup, plan = _prepare(config, blas, trace=trace)
+    on_gpu = setup.on_gpu
     _limit_memory(plan.budget)
     stage(1)
     compiled = setup.compile_ahead()
@@ -139,6 +120,38 @@ def _load(
         engine = setup.gated(engine, model, plan)
     stage(4)
     return engine
+
+
+def plan_memory(config: EngineConfig) -> Budget:
+    """What an engine of `config` would reserve on this machine, from headers alone: no weight is
+    read and no memory is taken. Raises what `load_engine` raises before it does either."""
+    config.validate()
+    return _prepare(config, prepare_blas(config.blas), trace=False)[1].budget
+
+
+def _prepare(config: EngineConfig, blas: Blas, *, trace: bool) -> tuple[_Setup, _Plan]:
+    """What is to be loaded, and the memory it gets."""
+    import mlx.core as mx
+
+    from engine.checkpoint import planned_bytes, read_checkpoint
+
+    on_gpu = mx.default_device().type == mx.gpu
+    checkpoint = read_checkpoint(config.model)
+    setup = _Setup(
+        config=config,
+        checkpoint=checkpoint,
+        blas=describe_blas(blas, on_gpu=on_gpu),
+        on_gpu=on_gpu,
+        dtype=_dtype(config, checkpoint, on_gpu=on_gpu),
+        dequantize=config.weights == "dequantize" or (config.weights == "auto" and not on_gpu),
+        mtp=checkpoint.has_mtp and config.max_depth > 0,
+        trace=trace,
+    )
+    if not setup.mtp:
+        for name in [name for name in checkpoint.tensors if name.startswith("mtp.")]:
+            del checkpoint.tensors[name]
+    planned = planned_bytes(checkpoint, dtype=setup.dtype, dequantize=setup.dequantize)
+    return setup, setup.budget(planned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -484,13 +484,13 @@ class SchedulerCore:
         self.keeping.sessions.expire(now)
         return self.keeping.sessions.list()
 
-    def begin_import(self, saved: SavedPrefix) -> Entry:
+    def begin_import(self, saved: SavedPrefix, salt: str = "") -> Entry:
         """Room for a file's prefix; then `plan_ends`, the engine's import unless it is ready, and
         `finish_import` or `keeping.cancel_import`, all with no other plan in between.
 
         Raises NoRoomError, with the numbers.
         """
-        return self.keeping.begin_import(saved, rows=bool(self._rows))
+        return self.keeping.begin_import(saved, rows=bool(self._rows), salt=salt)
 
     def finish_import(self, entry: Entry, session_id: str, now: float) -> SessionInfo:
         """The engine has it: pin it."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.plan import EngineInfo, SavedPrefix, pages_needed
 from scheduler.config import SchedulerConfig
 from scheduler.pages import PagePool
-from scheduler.prefix import Entry, PrefixCache, Yield
+from scheduler.prefix import Entry, PrefixCache, Yield, root
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 from scheduler.sessions import NoRoomError, Sessions
@@ -86,7 +86,7 @@ class Keeping:
         if not self._worth_keeping(sequence):
             return None, False
         tokens = sequence.computed_tokens()
-        hashes = self.cache.hashes(tokens, sequence.hashes or self.cache.hashes(sequence.prompt))
+        hashes = self.cache.hashes(tokens, sequence.hashes or root(sequence.request.cache_salt))
         entry = self.cache.find(tokens, hashes, mtp=sequence.speculative)
         if entry is not None and entry.ready:
             self.cache.touch(entry)
@@ -126,15 +126,16 @@ class Keeping:
         )
         return Export(boundary=entry.boundary, saved=saved, pages=entry.pages.copy())
 
-    def begin_import(self, saved: SavedPrefix, *, rows: bool) -> Entry:
+    def begin_import(self, saved: SavedPrefix, *, rows: bool, salt: str) -> Entry:
         """Make room for a file's prefix: an entry that nobody uses before `finish_import`. Ready at
-        once when these tokens are kept already. `rows`: some row runs.
+        once when these tokens are kept already. `rows`: some row runs; `salt`: that of the requests
+        that may use it.
 
         Raises NoRoomError, with the numbers.
         """
         tokens = np.array(saved.tokens, dtype=np.int32)
         self._fits(tokens)
-        hashes = self.cache.hashes(tokens)
+        hashes = self.cache.hashes(tokens, root(salt))
         there = self.cache.find(tokens, hashes, mtp=saved.mtp)
         if there is not None and there.ready:
             return there

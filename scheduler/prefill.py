@@ -32,7 +32,7 @@ from scheduler.groups import Groups
 from scheduler.memory import RowMemory
 from scheduler.pace import Budget
 from scheduler.pages import PagePool, PageTables
-from scheduler.prefix import Entry, PrefixCache, Yield
+from scheduler.prefix import Entry, PrefixCache, Yield, root
 from scheduler.queue import WaitingQueue
 from scheduler.sequence import Sequence
 from scheduler.throughput import Throughput, Waits
@@ -187,7 +187,8 @@ class PrefillPlanner:
         if not self._cache.total or not sequence.request.reuse_prefix:
             return None
         if sequence.hashes is None:
-            sequence.hashes = self._cache.hashes(sequence.prompt)
+            known = root(sequence.request.cache_salt)
+            sequence.hashes = self._cache.hashes(sequence.prompt, known)
         if not sequence.restores:
             return None
         return self._cache.match(sequence.prompt, sequence.hashes, mtp=sequence.speculative)

@@ -7,7 +7,8 @@ where its state was saved. Policy (which points to keep) is `scheduler.prefill`'
 
 Index: a hash per whole page, chained (SHA-256 of the hash before it and the page's token ids), so
 one look-up per page finds the longest candidates; tokens are compared before an entry is used, so
-equal hashes alone never give a request somebody else's prefix.
+equal hashes alone never give a request somebody else's prefix. A salt begins the chain: entries are
+found only by requests of the same salt.
 
 Eviction is LRU in three classes. Entries that nobody is promised go first; then ends that a session
 pins (sessions are a cache with better manners, not a reservation); and, when no row runs or one
@@ -31,7 +32,7 @@ from scheduler.groups import Group
 from scheduler.pages import IntegrityError, PagePool
 
 ROOT = b""
-"""Chained hash of no page at all."""
+"""Chained hash of no page at all, of requests without a salt."""
 
 Tokens = NDArray[np.int32]
 
@@ -90,6 +91,11 @@ def page_hashes(tokens: Tokens, page_size: int, known: Sequence[bytes] = (ROOT,)
     return hashes
 
 
+def root(salt: str) -> list[bytes]:
+    """The hash of no page at all, of requests with this salt: what their chains begin with."""
+    return [sha256(salt.encode()).digest() if salt else ROOT]
+
+
 class PrefixCache:
     """All entries of one engine. Knows pages and boundaries, not requests."""
 
@@ -124,8 +130,8 @@ class PrefixCache:
 
     # --- look ------------------------------------------------------------------------------------
 
-    def hashes(self, tokens: Tokens, known: Sequence[bytes] = (ROOT,)) -> list[bytes]:
-        """As `page_hashes`."""
+    def hashes(self, tokens: Tokens, known: Sequence[bytes]) -> list[bytes]:
+        """As `page_hashes`; `known` begins with the `root` of some salt."""
         return page_hashes(tokens, self._page_size, known)
 
     def holds(self, boundary: int) -> bool:
@@ -163,7 +169,7 @@ class PrefixCache:
         """Tokens that `prompt` has in common with the entry it has most in common with."""
         if not self._entries:
             return 0
-        candidates = self._entries
+        candidates = {b: e for b, e in self._entries.items() if e.hashes[0] == hashes[0]}
         whole = 0
         for pages in range(len(hashes) - 1, 0, -1):
             if under := self._under.get(hashes[pages]):

@@ -84,6 +84,9 @@ class GenerationRequest:
     tenant: str = ""
     """On whose account its tokens go: fair share and limits are per tenant. "" is everybody who
     names none."""
+    cache_salt: str = ""
+    """Requests with different salts share no prefix, and none can tell from its own time what
+    another has sent. "" is a salt like any other."""
     group: str | None = None
     """Requests of one group have the same prompt (parallel samples): the first one's prefill is
     shared, and the others wait for it. None: no group."""

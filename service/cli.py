@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
+from service import options
+from service.admin_cli import admin_app, token_app
+
 if TYPE_CHECKING:
     from service.config import ServiceConfig
 
@@ -19,29 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-T = TypeVar("T")
+app.add_typer(admin_app, name="admin")
+app.add_typer(token_app, name="token")
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Checkpoint directory or Hugging Face id; the bundled model when absent."),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-MaxRows = Annotated[int, typer.Option(help="Sequences that decode together, 1 … 256.")]
-KvMemory = Annotated[
-    str | None, typer.Option(help="Memory for the KV cache, e.g. 512MiB; automatic when absent.")
-]
-Context = Annotated[
-    int | None, typer.Option(help="Most tokens of prompt plus output; the model's when absent.")
-]
-DepthOption = Annotated[str, typer.Option(help="Drafts per cycle: auto, or 0 … 8; 0 is off.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Blas = Annotated[str, typer.Option(help="Linux CPU: auto (OpenBLAS when there) or reference.")]
-Weights = Annotated[str, typer.Option(help="Quantised weights: auto, keep or dequantize.")]
-Gate = Annotated[
-    str, typer.Option(help="Check of the MTP head at load: auto, or off to trust it unmeasured.")
-]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
+T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -67,63 +51,43 @@ def common(
 
 @app.command()
 def serve(
-    model: Model = None,
-    revision: Revision = None,
-    host: Host = "127.0.0.1",
+    model: options.Model = None,
+    revision: options.Revision = None,
+    host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 50051,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = 9464,
     metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
-    max_rows: MaxRows = 16,
+    metrics_host: options.MetricsHost = None,
+    insecure: options.Insecure = False,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_client_ca: options.TlsClientCa = None,
+    tokens: options.TokensFile = None,
+    session_dir: options.SessionDir = None,
+    share_prefixes: options.SharePrefixes = False,
+    reflection: options.Reflection = True,
+    check: options.Check = False,
+    max_rows: options.MaxRows = 16,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
-    tenants: Annotated[
-        Path | None, typer.Option(help="TOML file with what each tenant may have.")
-    ] = None,
-    kv_memory: KvMemory = None,
-    prefix_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for saved prefixes, e.g. 1GiB, 0 for none; automatic if absent."),
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Start requests from prefixes that earlier ones left.")
-    ] = True,
-    session_ttl: Annotated[
-        float, typer.Option(help="Seconds for which an unused session keeps its prefix.")
-    ] = 600.0,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Run every cycle at one shape: no row's result depends on its neighbours. Slow.",
-        ),
-    ] = False,
-    context: Context = None,
-    depth: DepthOption = "auto",
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
-    ] = None,
-    max_token_gap: Annotated[
-        str | None,
-        typer.Option(
-            help="Longest step with prompts while others stream, e.g. 0.25 or 250ms; any if absent."
-        ),
-    ] = None,
-    prefill_share: Annotated[
-        float, typer.Option(help="Share of the time prompts get even so, 0 … 1.")
-    ] = 0.25,
-    default_max_tokens: Annotated[
-        int, typer.Option(help="max_tokens of requests that name none.")
-    ] = 4096,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time to finish running requests after SIGTERM.")
-    ] = 30.0,
-    log_format: LogFormatOption = "pretty",
-    cost_table: Annotated[
-        str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
-    ] = "auto",
+    tenants: options.Tenants = None,
+    kv_memory: options.KvMemory = None,
+    prefix_memory: options.PrefixMemory = None,
+    prefix_cache: options.PrefixCache = True,
+    session_ttl: options.SessionTtl = 600.0,
+    deterministic: options.Deterministic = False,
+    context: options.Context = None,
+    depth: options.DepthOption = "auto",
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
+    prefill_chunk: options.PrefillChunk = None,
+    max_token_gap: options.MaxTokenGap = None,
+    prefill_share: options.PrefillShare = 0.25,
+    default_max_tokens: options.DefaultMaxTokens = 4096,
+    drain_seconds: options.DrainSeconds = 30.0,
+    log_format: options.LogFormatOption = "pretty",
+    cost_table: options.CostTable = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
@@ -158,11 +122,25 @@ def serve(
             host=host,
             port=port,
             metrics_port=metrics_port if metrics else None,
+            metrics_host=metrics_host,
+            insecure=insecure,
             drain_s=drain_seconds,
         ),
+        security=options.security_config(
+            *(tls_cert, tls_key, tls_client_ca),
+            tokens=tokens,
+            session_dir=session_dir,
+            share_prefixes_between_tenants=share_prefixes,
+            open_reflection=reflection,
+        ),
+        download=not check,
     )
     logger = logs.make_logger(settings.log_format)
     logs.capture_stdlib(logger)
+    if check:
+        from service.check import run_check
+
+        raise typer.Exit(run_check(settings, logger))
     progress = console.LoadProgress()
     try:
         code = launch.serve(settings, logger, progress, lambda _: progress.close())
@@ -190,35 +168,29 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Texts to generate, 1 … 16.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
-    ] = None,
+    logprobs: options.Logprobs = None,
+    json_schema: options.JsonSchema = None,
     regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="File with a Lark grammar of the text.")
-    ] = None,
-    session_id: Annotated[
-        str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
-    ] = None,
-    speculation: Annotated[
-        str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
-    ] = "auto",
-    depth: DepthOption = "auto",
-    priority: Annotated[
-        str, typer.Option(help="Who goes first: batch, default or interactive.")
-    ] = "default",
+    grammar: options.Grammar = None,
+    session_id: options.SessionId = None,
+    speculation: options.Speculation = "auto",
+    depth: options.DepthOption = "auto",
+    priority: options.PriorityOption = "default",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
-    model: Model = None,
-    revision: Revision = None,
-    kv_memory: KvMemory = None,
-    context: Context = None,
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
+    tls: options.UseTls = False,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.ClientCert = None,
+    tls_key: options.ClientKey = None,
+    token_file: options.TokenFile = None,
+    insecure_token: options.InsecureToken = False,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    kv_memory: options.KvMemory = None,
+    context: options.Context = None,
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
     from selfdraft.client import Priority, SpeculationMode
@@ -255,7 +227,10 @@ def generate(
     if target is not None:
         if given := [f"--{name}" for name, value in here.items() if value is not None]:
             raise UsageError(f"{', '.join(given)}: the server at --target decides that")
-        generate_at(target, ask)
+        reach = options.client_options(
+            *(tls, tls_ca, tls_cert, tls_key), token_file=token_file, insecure_token=insecure_token
+        )
+        generate_at(target, ask, reach)
         return
     settings = _config(
         model=model,
@@ -275,7 +250,7 @@ def generate(
 @app.command()
 def inspect(
     model: Annotated[str | None, typer.Argument(help="Directory or hub id.")] = None,
-    revision: Revision = None,
+    revision: options.Revision = None,
 ) -> None:
     """Show what a checkpoint holds and whether it can run; exit code 1 when it cannot."""
     from engine.inspect import inspect_model
@@ -288,8 +263,8 @@ def inspect(
 
 @app.command()
 def tune(
-    model: Model = None,
-    revision: Revision = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
     rows: Annotated[str, typer.Option(help="Batch sizes to measure, e.g. 1,2,4.")] = "1,2,4,8,16",
     depths: Annotated[str, typer.Option(help="Depths to measure, e.g. 0..8.")] = "0..8",
     seconds: Annotated[float, typer.Option(help="Time to measure for, about.")] = 60.0,
@@ -297,11 +272,11 @@ def tune(
     output: Annotated[
         Path | None, typer.Option(help="File to write; the user's cache for serve when absent.")
     ] = None,
-    kv_memory: KvMemory = None,
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
+    kv_memory: options.KvMemory = None,
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
 ) -> None:
     """Measure what decode cycles cost here, for serve to choose its depth by."""
     from engine.config import MAX_ROWS
@@ -335,7 +310,7 @@ def tune(
 
 @app.command()
 def demo(
-    model: Model = None,
+    model: options.Model = None,
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Concurrent sessions.")] = 8,
     compare: Annotated[bool, typer.Option(help="Run once more without drafts.")] = True,
 ) -> None:
@@ -363,6 +338,7 @@ def _config(
     deterministic: bool = False,
     policy: dict[str, Any] | None = None,
     log_format: str = "pretty",
+    download: bool = True,
     **parts: Any,
 ) -> ServiceConfig:
     """The options as one checked config; `policy` is the scheduler's. Raises UsageError,
@@ -406,7 +382,12 @@ def _config(
     }
     EngineConfig(model=path, **engine).validate()  # before minutes of downloading
     shape = _choice("--log-format", log_format, LogFormat)
-    path = models.resolve(model, revision=revision)
+    try:
+        path = models.resolve(model, revision=revision, download=download)
+    except models.ModelNotFoundError as error:
+        if download:
+            raise
+        raise UsageError(str(error)) from error  # a check finds faults of the configuration
     return ServiceConfig(
         engine=EngineConfig(model=path, **engine),
         scheduler=scheduler,
@@ -475,10 +456,11 @@ def _expected(error: Exception) -> ExitCode | None:
     from service.config import SettingError
     from service.costs import CostTableError
     from service.models import ModelNotFoundError
+    from service.reload import FileError
     from service.server import BindError
     from service.text.tokenizer import TokenizerError
 
-    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError):
+    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError | FileError):
         return 2
     known = (EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError)
     return 1 if isinstance(error, known) else None

@@ -1,6 +1,6 @@
 """Logs: JSON or pretty lines on stderr; one line per request, at its end, with every number.
 
-Prompts and generated texts are never logged.
+Prompts, generated texts and credentials are never logged.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class RequestRecord:
 
     request_id: str
     peer: str
+    tenant: str = ""
     trace: dict[str, str] = field(default_factory=dict)
     status: str = "OK"
     """gRPC status the call ended with."""
@@ -110,6 +111,7 @@ class RequestRecord:
             "peer": self.peer,
             "total_s": round(now - self.received_at, 6),
         }
+        values |= {"tenant": self.tenant} if self.tenant else {}
         values |= {"detail": self.detail} if self.detail else {}
         values |= self.trace
         if self.prepared is not None:

@@ -57,6 +57,8 @@ _SUCCESS: Final = {
 REFUSALS: Final = (
     Reason.INVALID_ARGUMENT,
     Reason.DUPLICATE_REQUEST,
+    Reason.UNAUTHENTICATED,
+    Reason.PERMISSION_DENIED,
     Reason.QUEUE_FULL,
     Reason.TENANT_LIMIT,
     Reason.DEADLINE_UNREACHABLE,
@@ -93,7 +95,7 @@ class Metrics:
         )
         self._refused = Counter(
             "selfdraft_requests_refused",
-            "Generate calls refused before admission.",
+            "Generate calls refused before admission, and calls whose token does not allow them.",
             ["reason"],
             registry=self.registry,
         )
@@ -131,7 +133,7 @@ class Metrics:
         self._collector.model = (info, name)
 
     def refused(self, reason: Reason) -> None:
-        """A Generate call was refused before admission."""
+        """A Generate call was refused before admission, or any call for its token."""
         self._refused.labels(reason.value).inc()
 
     def admitted(self, mode: pb.SpeculationMode, form: Form | None) -> None:

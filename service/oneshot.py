@@ -17,6 +17,7 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service import console, launch, logs
 from service.config import ServerConfig, ServiceConfig
+from service.options import refusals_say_so
 from service.sampling import mode_name
 
 
@@ -35,11 +36,14 @@ class Ask:
     priority: Priority | None = None
 
 
-def generate_at(target: str, ask: Ask) -> None:
-    """Streams to standard output. Raises SelfdraftError."""
+def generate_at(target: str, ask: Ask, reach: Mapping[str, Any]) -> None:
+    """Streams to standard output; `reach` are options of the client. Raises SelfdraftError and
+    SettingError."""
 
     async def main() -> None:
-        async with Client(target) as client:
+        with refusals_say_so():
+            connected = Client(target, **reach)
+        async with connected as client:
             await _stream(client, ask)
 
     anyio.run(main, backend="asyncio")

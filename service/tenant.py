@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from scheduler.config import TenantPolicy
 from scheduler.request import Priority
+from service.auth import Context, identity_of
 from service.config import SettingError
-from service.endings import Context
-from service.errors import Violation, invalid
+from service.errors import Reason, ServiceError, Violation, invalid
 
 TENANT_KEY: Final = "selfdraft-tenant"
 """Name of the call's metadata that holds its tenant."""
@@ -24,11 +24,19 @@ _NAME_RULE: Final = "must be 1 … 64 characters of A-Z a-z 0-9 . _ -"
 
 
 def tenant_of(context: Context) -> str:
-    """The tenant that a call is on account of; "" when it names none.
+    """The tenant that a call is on account of; "" when there is none.
 
-    What the client says is believed: there is no authentication yet. Raises ServiceError
-    (INVALID_ARGUMENT).
+    It is the caller's own where tokens are configured; else what the client says is believed.
+    Raises ServiceError: INVALID_ARGUMENT, or PERMISSION_DENIED for a name that is not the caller's.
     """
+    mine, named = identity_of(context).tenant, _named(context)
+    if mine and named and named != mine:
+        raise ServiceError(Reason.PERMISSION_DENIED, f"the token is not of tenant {named}")
+    return mine or named
+
+
+def _named(context: Context) -> str:
+    """What the call's metadata says; "" when it names nobody."""
     metadata: Any = context.invocation_metadata() or ()
     names = [value for key, value in metadata if key == TENANT_KEY]
     if not names:
