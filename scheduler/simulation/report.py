@@ -65,7 +65,7 @@ def jain(shares: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """One machine, over the whole run."""
+    """One machine, over the whole run but for `busy_share`."""
 
     requests: int
     generated_tokens: int
@@ -73,7 +73,7 @@ class MachineReport:
     """Prefilled."""
     cached_tokens: int
     busy_share: float
-    """Of the run, in which its device ran steps."""
+    """Of the measured window, in which its device ran steps."""
     pages_peak: int
     evictions: dict[str, int]
 
@@ -250,9 +250,9 @@ def make_report(
     config: SchedulerConfig,
     begin: float,
     end: float,
-    ended_at: float,
+    busy_s: Sequence[float],
 ) -> Report:
-    """Of the requests that arrived from `begin` to `end`; the run ended at `ended_at`."""
+    """Of the requests that arrived from `begin` to `end`; devices ran steps for `busy_s` then."""
     inside = [w for w in works if begin <= w.arrived_at < end]
     series = recorder.series(inside, begin, end)
     window = max(end - begin, 1e-9)
@@ -263,7 +263,10 @@ def make_report(
     prompts = sum(len(w.prompt) for w in inside)
     started = [w for w in inside if w.started_at is not None]
     queue = np.array([w.started_at - w.submitted_at for w in started if w.started_at is not None])
-    machines = [_machine_report(machine, ended_at) for machine in fleet.machines]
+    machines = [
+        _machine_report(machine, busy / window)
+        for machine, busy in zip(fleet.machines, busy_s, strict=True)
+    ]
     busy = [machine.busy_share for machine in machines]
     return Report(
         machines=len(machines),
@@ -298,14 +301,14 @@ def _mean(values: Values) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-def _machine_report(machine: Machine, ended_at: float) -> MachineReport:
+def _machine_report(machine: Machine, busy_share: float) -> MachineReport:
     found = machine.statistics()
     return MachineReport(
         requests=sum(found.finished.values()),
         generated_tokens=found.generated_tokens,
         prompt_tokens=found.prompt_tokens,
         cached_tokens=found.cached_tokens,
-        busy_share=machine.busy_s / max(ended_at, 1e-9),
+        busy_share=busy_share,
         pages_peak=found.pages_peak,
         evictions=dict(found.evictions),
     )

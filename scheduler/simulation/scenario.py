@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from scheduler.config import SchedulerConfig
 from scheduler.pages import IntegrityError
@@ -152,6 +153,9 @@ class Simulation:
             on_burst=self.recorder.burst,
             on_end=self._ended,
         )
+        self._busy = [[0.0, 0.0] for _ in self.fleet.machines]
+        for which, time in enumerate((scenario.warmup_s, scenario.duration_s)):
+            self.timeline.at(time, partial(self._note_busy, which))
         self.ended = 0
         """Requests that have ended, one way or another."""
         self.clients = Clients(
@@ -199,7 +203,7 @@ class Simulation:
             config=self.scenario.scheduler,
             begin=self.scenario.warmup_s,
             end=self.scenario.duration_s,
-            ended_at=self.timeline.now,
+            busy_s=[after - before for before, after in self._busy],
         )
 
     def _ended(self, work: Work) -> None:
@@ -207,6 +211,10 @@ class Simulation:
         if work.on_end is not None:
             work.on_end(work)
             work.on_end = None
+
+    def _note_busy(self, which: int) -> None:
+        for machine, busy in zip(self.fleet.machines, self._busy, strict=True):
+            busy[which] = machine.busy_s
 
     def _sample(self) -> None:
         self.recorder.sample(self.timeline.now, self.fleet.machines)
