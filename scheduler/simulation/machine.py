@@ -68,6 +68,8 @@ class Machine:
         self._steps: deque[StepResult] = deque()
         self._free_at = self._timeline.now
         """When the device has done all it was handed."""
+        self._host_at = self._timeline.now
+        """When the host has handed over all it planned."""
         self._work: dict[str, Work] = {}
         self._wake_at: float | None = None
 
@@ -163,7 +165,8 @@ class Machine:
         costs = self.spec.costs
         result = self._engine.run(plan)
         seconds = max(result.device_s, LEAST_STEP_S)
-        begin = max(self._free_at + costs.gap_s, now + costs.host_s)
+        self._host_at = max(self._host_at, now) + costs.host_s
+        begin = max(self._free_at + costs.gap_s, self._host_at)
         self._free_at = begin + seconds
         self.busy_s += seconds
         self._steps.append(result)

@@ -247,8 +247,8 @@ def find_machines(
     first: int | None = None,
     progress: Callable[[int, dict[str, float]], None] = lambda machines, breaches: None,
 ) -> Needed:
-    """Doubling or halving from `first` (default `scenario.machines`), then bisection. Takes it
-    that more machines never do worse."""
+    """Up by a quarter at a time from `first` (default `scenario.machines`), then bisection. Takes
+    it that more machines never do worse."""
     reports: dict[int, Report] = {}
     tried: dict[int, dict[str, float]] = {}
 
@@ -264,7 +264,7 @@ def find_machines(
         bad = good
         if good == most:
             return Needed(machines=None, report=reports[good], fewer=reports[bad], tried=tried)
-        good = min(2 * good, most)
+        good = min(good + 1 + good // 4, most)
     while good - bad > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if meets(middle) else (good, middle)
