@@ -139,12 +139,12 @@ def _about(scenario: Scenario, report: Report) -> str:
 
 def _latencies(report: Report) -> Table:
     table = Table(title="latencies, seconds", title_justify="left")
-    for column in ("", "mean", "p50", "p90", "p95", "p99", "highest", "observations"):
-        table.add_column(column, justify="left" if not column else "right")
+    for column in ("", "mean", "p50", "p90", "p95", "p99", "highest", "n"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     rows: dict[str, Summary] = {
-        "time to first token": report.ttft,
-        "gap between bursts": report.gap,
-        "inter-token, per token": report.per_token,
+        "first token": report.ttft,
+        "burst gap": report.gap,
+        "gap per token": report.per_token,
         "queue": report.queue,
         "end to end": report.end_to_end,
     }
