@@ -65,7 +65,7 @@ def jain(shares: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """One machine, over the whole run but for `busy_share`."""
+    """One machine, since it last started, but for `busy_share`."""
 
     requests: int
     generated_tokens: int
@@ -237,8 +237,8 @@ def fairness(works: Sequence[Work], config: SchedulerConfig) -> float:
     users: defaultdict[str, float] = defaultdict(float)
     for work in works:
         weight = config.tenants.get(work.tenant, config.default_tenant).weight
-        tenants[work.tenant] += len(work.tokens) / weight
-        users[work.user] += len(work.tokens)
+        tenants[work.tenant] += work.completion_tokens / weight
+        users[work.user] += work.completion_tokens
     return jain(list((tenants if len(tenants) > 1 else users).values()))
 
 
@@ -260,7 +260,7 @@ def make_report(
     during = (series.sampled_at >= begin) & (series.sampled_at < end)
     outcomes = Counter(str(w.outcome) for w in inside)
     refused = sum(n for outcome, n in outcomes.items() if outcome.startswith("refused"))
-    prompts = sum(len(w.prompt) for w in inside)
+    prompts = sum(w.prompt_tokens for w in inside)
     started = [w for w in inside if w.started_at is not None]
     queue = np.array([w.started_at - w.submitted_at for w in started if w.started_at is not None])
     machines = [

@@ -137,8 +137,10 @@ class Scenario:
 class Simulation:
     """One run of a scenario, which can be looked into while it goes."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, keep_texts: bool = False) -> None:
+        """`keep_texts`: `clients.works` keep their tokens; much memory."""
         self.scenario = scenario
+        self._keep_texts = keep_texts
         self.timeline = Timeline()
         self.recorder = Recorder()
         rng = random.Random(scenario.seed)
@@ -210,7 +212,8 @@ class Simulation:
         self.ended += 1
         if work.on_end is not None:
             work.on_end(work)
-            work.on_end = None
+        if not self._keep_texts:
+            work.forget_text()
 
     def _note_busy(self, which: int) -> None:
         for machine, busy in zip(self.fleet.machines, self._busy, strict=True):

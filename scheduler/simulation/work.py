@@ -33,6 +33,8 @@ class Work:
     reads_per_s: float | None = None
     """Tokens per second its reader takes; None reads at once."""
 
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     machine: int = -1
     """Where it is, or was last."""
     attempts: int = 0
@@ -54,6 +56,9 @@ class Work:
     preemptions: int = 0
     read_until: float = 0.0
     """When a slow reader has taken all it was sent."""
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt)
 
     @property
     def request_id(self) -> str:
@@ -81,6 +86,7 @@ class Work:
             self.first_token_at = burst.at
         self.last_token_at = burst.at
         self.tokens += burst.ids
+        self.completion_tokens += len(burst.ids)
         return gap
 
     def finish(self, end: Finished, now: float) -> None:
@@ -92,6 +98,10 @@ class Work:
         self.preemptions = usage.preemptions
         self.outcome = end.reason.value
         self.ended_at = now
+
+    def forget_text(self) -> None:
+        """Keep the numbers only: a run has many requests."""
+        self.prompt, self.tokens, self.on_end = (), [], None
 
     @property
     def complete(self) -> bool:

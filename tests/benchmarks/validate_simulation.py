@@ -3,12 +3,12 @@
     python -m tests.benchmarks.validate_simulation                       # about 8 minutes
     python -m tests.benchmarks.validate_simulation --seconds 20 --rates 0.5 --tune-seconds 10
 
-Phases, on the bundled model and CPU: (1) `engine.tune` measures cycles; (2) a calibration load, with
-other prompts and seeds than what follows, gives the costs of prefill, acceptance by position, the
-gap between steps and the noise; (3) Poisson loads run through `scheduler.Scheduler`; (4) their very
-arrivals are simulated. Nothing of a load goes into its simulation but arrival times and lengths.
-The last column uses cycle times of the load itself in place of tune's: what is left there is the
-simulator's own error, the rest is that costs measured beforehand were not those of the run.
+Phases, on the bundled model and CPU: (1) `engine.tune` measures cycles; (2) a calibration load,
+with other prompts and seeds than what follows, gives the costs of prefill, acceptance by position,
+the gap between steps and the noise; (3) Poisson loads run through `scheduler.Scheduler`; (4) their
+very arrivals are simulated. Of a load nothing goes into its simulation but arrival times and
+lengths. The last column uses cycle times of the load itself in place of tune's: what is left there
+is the simulator's own error, the rest is that costs measured beforehand were not those of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.table import Table
 
 from engine.blas import prepare_blas
 from engine.config import EngineConfig
-from engine.plan import Engine, EngineInfo, SamplingParams
+from engine.plan import MAX_DEPTH, Engine, EngineInfo, SamplingParams
 from engine.tiny import MODEL_DIR
 from engine.tune import measure
 from scheduler import (
@@ -43,6 +43,7 @@ from scheduler import (
     Scheduler,
     SchedulerConfig,
     StepRecord,
+    Tokens,
 )
 from scheduler.config import Depth
 from scheduler.simulation import (
@@ -85,29 +86,21 @@ class Observed:
     ttft: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=lambda: [0] * 9)
-    accepted: list[int] = field(default_factory=lambda: [0] * 9)
+    reached: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    """[j]: cycles in which draft j + 1 was up and the ones before it stood."""
+    stood: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    """[j]: those of them in which it stood too."""
     steps: list[StepRecord] = field(default_factory=list)
 
-    def add(self, finished: Finished) -> None:
-        usage = finished.usage
-        self.tokens += usage.completion_tokens
-        for j, count in enumerate(usage.drafted_per_position):
-            self.drafted[j] += count
-        for j, count in enumerate(usage.accepted_per_position):
-            self.accepted[j] += count
+    def add(self, burst: Tokens) -> None:
+        self.tokens += len(burst.ids)
+        for j in range(min(burst.accepted + 1, burst.drafted)):
+            self.reached[j] += 1
+            self.stood[j] += burst.accepted > j
 
     def chances(self) -> tuple[float, ...]:
-        """Of each draft, given that the ones before it stood. Cycles that had draft j + 1 up and
-        accepted j are those that reached it; depths are mixed, so this counts reaches by share."""
-        rates, reach = [], 1.0
-        for drafted, accepted in zip(self.drafted, self.accepted, strict=True):
-            if not drafted:
-                break
-            share = accepted / drafted
-            rates.append(min(share / reach, 1.0) if reach else 0.0)
-            reach = share
-        return tuple(rates[:8])
+        """Of each draft, given that the ones before it stood."""
+        return tuple(s / r for s, r in zip(self.stood, self.reached, strict=True) if r)
 
 
 async def run_load(
@@ -131,8 +124,8 @@ async def run_load(
         async with scheduler.submit(request) as handle:
             async for event in handle:
                 if isinstance(event, Finished):
-                    observed.add(event)
                     continue
+                observed.add(event)
                 if last is None:
                     observed.ttft.append(event.at - arrived)
                 else:
@@ -306,7 +299,7 @@ def _numbers(
 
 def compare(
     title: str, real: dict[str, float], sims: dict[str, list[dict[str, float]]]
-) -> tuple[Table, list[dict[str, float]]]:
+) -> tuple[Table, list[dict[str, Any]]]:
     """Side by side, with relative errors; several simulated runs count as their median."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -314,15 +307,15 @@ def compare(
     for name in sims:
         table.add_column(name, justify="right")
         table.add_column("error", justify="right")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for what, value in real.items():
-        cells, row = [f"{value:.3f}"], {"real": value}
+        cells, row = [f"{value:.3f}"], {"what": what, "real": value}
         for name, runs in sims.items():
             found = statistics.median(run[what] for run in runs)
             row[name] = found
             cells += [f"{found:.3f}", f"{found / value - 1:+.0%}"]
         table.add_row(what, *cells)
-        rows.append({"what": what, **row})  # type: ignore[dict-item]
+        rows.append(row)
     return table, rows
 
 

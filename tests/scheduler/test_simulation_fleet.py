@@ -77,10 +77,12 @@ def check_sums(simulation: Simulation) -> None:
     finished = sum(m.requests for m in report.per_machine)
     refused = sum(str(w.outcome).startswith(("refused", "invalid")) for w in works)
     assert finished == len(works) - refused
-    assert sum(m.generated_tokens for m in report.per_machine) == sum(len(w.tokens) for w in works)
+    assert sum(m.generated_tokens for m in report.per_machine) == sum(
+        w.completion_tokens for w in works
+    )
     for work in works:
         if work.complete:
-            assert len(work.tokens) == min(work.output_tokens, work.max_tokens)
+            assert work.completion_tokens == min(work.output_tokens, work.max_tokens)
 
 
 @pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "session-hash", "prefix-aware"])
@@ -224,7 +226,8 @@ def test_a_trace_with_sessions_goes_on_from_its_conversation() -> None:
         )
         for turn in range(4)
     )
-    simulation = Simulation(make_scenario(load=Open(trace=trace), duration_s=60.0))
+    scenario = make_scenario(load=Open(trace=trace), duration_s=60.0)
+    simulation = Simulation(scenario, keep_texts=True)
     simulation.run()
     first, second, *_ = simulation.clients.works
     assert second.prompt[:240] == first.prompt + tuple(first.tokens)

@@ -124,7 +124,7 @@ def a_machine_that_is_down_is_offered_requests(patch: pytest.MonkeyPatch) -> Non
 def a_client_sees_a_token_too_many(patch: pytest.MonkeyPatch) -> None:
     def finish(self: Work, end: Finished, now: float) -> None:
         finish_well(self, end, now)
-        self.tokens.append(1)
+        self.completion_tokens += 1
 
     finish_well = Work.finish
     patch.setattr(Work, "finish", finish)

@@ -66,7 +66,7 @@ def test_mean_wait_is_pollaczek_khinchines(service: Amount, load: float) -> None
         works = simulation.clients.works
         waits.append(np.mean([(w.started_at or 0) - w.arrived_at for w in works]))
         rates.append(len(works) / simulation.scenario.duration_s)
-        squares.append(np.mean([(len(w.prompt) * 1e-3) ** 2 for w in works]))
+        squares.append(np.mean([(w.prompt_tokens * 1e-3) ** 2 for w in works]))
     sigma = math.log((service.p95 or service.median) / service.median) / P95
     median = service.median * 1e-3
     rate = load / (median * math.exp(sigma**2 / 2))
