@@ -222,19 +222,27 @@ def noise_of(steps: list[StepRecord]) -> float:
     return float(high - low) / 2
 
 
+def means_of(medians: CostTable, noise: float) -> CostTable:
+    """tune gives medians, and the simulator's noise keeps the mean: of a lognormal law the mean is
+    e^(σ² / 2) medians."""
+    factor = math.exp(noise**2 / 2)
+    return CostTable(seconds={shape: s * factor for shape, s in medians.seconds.items()})
+
+
 def machine_of(info: EngineInfo, table: CostTable, calibration: Observed) -> MachineSpec:
     chunk_s, token_s = prefill_costs(calibration.steps)
+    noise = noise_of(calibration.steps)
     gaps = [s.gap_s for s in calibration.steps if s.gap_s is not None]
     host = [s.host_s + s.build_s for s in calibration.steps if s.rows]
     return MachineSpec(
         name=info.model,
         costs=MachineCosts(
-            decode=TableCosts(table),
+            decode=TableCosts(means_of(table, noise)),
             token_s=token_s,
             chunk_s=chunk_s,
             gap_s=statistics.median(gaps) if gaps else 0.0,
             host_s=statistics.median(host) if host else 0.0,
-            noise=noise_of(calibration.steps),
+            noise=noise,
         ),
         acceptance=AcceptanceModel(rates=calibration.chances()),
         max_rows=info.max_rows,
@@ -361,7 +369,7 @@ async def run(
             )
             observed = Observed()
             await run_load(scheduler, load, observed, sink)
-            mine = own_table(table, observed.steps)
+            mine = own_table(means_of(table, costs.noise), observed.steps)
             own = replace(machine, costs=replace(costs, decode=TableCosts(mine)))
             sims = {
                 name: [
