@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from scheduler.config import SchedulerConfig
-from scheduler.request import QueueFullError, SubmitError, Tokens
+from scheduler.request import InvalidRequestError, QueueFullError, SubmitError, Tokens
 from scheduler.simulation.costs import MachineSpec
 from scheduler.simulation.events import Timeline
 from scheduler.simulation.machine import Machine
@@ -96,9 +96,13 @@ class Fleet:
         except QueueFullError as error:
             reason = error.limit.split(" ")[0]
             self._refuse(work, reason, refused_by | {index}, error.retry_after_s)
-        except SubmitError as error:
+        except InvalidRequestError as error:
             self.refusals["invalid"] += 1
             self._give_up(work, f"invalid: {error}")
+        except SubmitError as error:
+            reason = type(error).__name__
+            self.refusals[reason] += 1
+            self._give_up(work, f"refused: {reason}")
 
     def _refuse(self, work: Work, reason: str, refused_by: frozenset[int], delay_s: float) -> None:
         self.refusals[reason] += 1

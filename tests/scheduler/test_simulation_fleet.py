@@ -124,7 +124,7 @@ def test_deadlines_end_requests() -> None:
     simulation = Simulation(make_scenario(load=load))
     report = simulation.run()
     check_sums(simulation)
-    assert report.outcomes["deadline"] > 20
+    assert report.requests - report.complete > 20
     late = [w for w in simulation.clients.works if w.outcome == "deadline"]
     assert all((w.ended_at or 0) - w.arrived_at < 1.5 + 0.2 for w in late)
 
