@@ -308,6 +308,62 @@ def tune(
     )
 
 
+@app.command("simulate")
+def simulate_command(
+    scenario: Annotated[
+        list[Path] | None,
+        typer.Option(help="TOML file, as in deploy/simulate; repeat it to merge several."),
+    ] = None,
+    machines: Annotated[int | None, typer.Option(help="Machines of the fleet.")] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(help="round-robin, least-loaded, session-hash or prefix-aware."),
+    ] = None,
+    users: Annotated[int | None, typer.Option(help="Chat users, a closed loop.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, an open loop.")] = None,
+    process: Annotated[str | None, typer.Option(help="poisson, bursts or diurnal.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of arrival_s, prompt_tokens, output_tokens and more."),
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which requests come.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Seconds of them not reported.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run.")] = None,
+    cost_table: Annotated[
+        Path | None, typer.Option(help="What cycles cost, as selfdraft tune wrote it.")
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Prompt tokens per second of one machine.")
+    ] = None,
+    find: Annotated[
+        bool, typer.Option("--find-machines", help="The fewest machines that are enough.")
+    ] = False,
+    most: Annotated[int, typer.Option(help="Most machines that --find-machines tries.")] = 256,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw (extra: plot).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Simulate a load on machines of given costs, with the real scheduler on a virtual clock."""
+    from service.simulate import plan_of, run_simulate
+
+    if prefill_rate is not None and not 0 < prefill_rate < float("inf"):
+        raise UsageError(f"--prefill-rate: must be finite and > 0, not {prefill_rate}")
+    options: dict[str, object] = {
+        "fleet.machines": machines,
+        "fleet.routing": routing,
+        "load.users": users,
+        "load.rate": rate,
+        "load.process": process,
+        "load.trace": None if trace is None else str(trace),
+        "run.duration_s": duration,
+        "run.warmup_s": warmup,
+        "run.seed": seed,
+        "machine.costs.cost_table": None if cost_table is None else str(cost_table),
+        "machine.costs.token_s": None if prefill_rate is None else 1 / prefill_rate,
+    }
+    plan = plan_of(scenario or [], options)
+    run_simulate(plan, as_json=as_json, image=plot, find=find, most=most)
+
+
 @app.command()
 def demo(
     model: options.Model = None,
