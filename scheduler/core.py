@@ -98,6 +98,7 @@ from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
 from scheduler.throughput import Throughput
 from scheduler.ticket import Ticket
+from scheduler.timers import Timers
 
 Prompt = NDArray[np.int32]
 
@@ -144,6 +145,7 @@ class SchedulerCore:
         self._tickets: deque[Ticket] = deque()
         self._outbox: list[tuple[str, Event]] = []
         self._meter = Meter(window_s=config.rate_window_s)
+        self._timers = Timers(slow_reader_timeout_s=config.slow_reader_timeout_s)
         self._delivery = Delivery(
             config=config,
             meter=self._meter,
@@ -151,6 +153,7 @@ class SchedulerCore:
             outbox=self._outbox,
             end=self._end,
             queue=self._queue,
+            timers=self._timers,
         )
         self._next_step = 0
         self._next_turn = 1
@@ -229,6 +232,7 @@ class SchedulerCore:
             self.keeping.sessions.touch(request.session_id, now)
         self._live[request.request_id] = sequence
         self._queue.push(sequence)
+        self._timers.add(sequence)
         self._meter.submitted += 1
 
     def _sequence(self, request: GenerationRequest, prompt: Prompt, now: float) -> Sequence:
@@ -273,9 +277,11 @@ class SchedulerCore:
         sequence.unread -= tokens
         if sequence.paused_at is None:
             return False
-        resumed = sequence.unread < self.config.stream_buffer
-        sequence.paused_at = None if resumed else now
-        return resumed
+        if sequence.unread >= self.config.stream_buffer:
+            self._timers.pause(sequence, now)
+            return False
+        self._timers.resume(sequence)
+        return True
 
     @property
     def closed(self) -> bool:
@@ -306,10 +312,7 @@ class SchedulerCore:
 
     def next_due(self) -> float | None:
         """The next time at which `plan` has something to end: a deadline or a slow reader."""
-        due = [s.request.deadline for s in self._live.values() if s.request.deadline is not None]
-        timeout = self.config.slow_reader_timeout_s
-        due += [s.paused_at + timeout for s in self._live.values() if s.paused_at is not None]
-        return min(due, default=None)
+        return self._timers.next()
 
     # --- plan ------------------------------------------------------------------------------------
 
@@ -389,14 +392,8 @@ class SchedulerCore:
     def _expire(self, now: float) -> None:
         """End what is past its time: requests, readers that are too slow, sessions."""
         self.keeping.sessions.expire(now)
-        timeout = self.config.slow_reader_timeout_s
-        for sequence in list(self._live.values()):
-            deadline = sequence.request.deadline
-            if deadline is not None and now >= deadline:
-                self._end(sequence, FinishReason.DEADLINE, now, "")
-            elif sequence.paused_at is not None and now >= sequence.paused_at + timeout:
-                detail = f"{sequence.unread} tokens unread for {timeout:g} s"
-                self._end(sequence, FinishReason.SLOW_READER, now, detail)
+        for sequence, reason, detail in self._timers.due(now):
+            self._end(sequence, reason, now, detail)
 
     def _reap(self, now: float) -> tuple[tuple[KeepRow, ...], tuple[int, ...]]:
         """Free everything of rows that have ended or were preempted and that no step in flight
@@ -465,7 +462,8 @@ class SchedulerCore:
         self._groups.end(sequence)
         sequence.cause = reason
         sequence.turn, self._next_turn = self._next_turn, self._next_turn + 1
-        sequence.paused_at = sequence.leaving = None
+        sequence.leaving = None
+        self._timers.forget(sequence)
         self.keeping.end_waiting(sequence, now)
         del self._live[sequence.request_id]
         self._meter.end(reason, sequence.emitted)
@@ -515,6 +513,7 @@ class SchedulerCore:
             idle=idle,
         )
         self._groups.integrity(self._live)
+        self._timers.integrity(self._live.values())
 
     def statistics(self, now: float) -> Statistics:
         """A snapshot; costs one pass over the running rows."""

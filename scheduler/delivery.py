@@ -12,6 +12,7 @@ from scheduler.request import Event, FinishReason, Tokens
 from scheduler.sequence import Sequence, joined
 from scheduler.statistics import Meter
 from scheduler.ticket import Cohort, breach, chunk_breach
+from scheduler.timers import Timers
 
 
 class End(Protocol):
@@ -34,6 +35,7 @@ class Delivery:
         outbox: list[tuple[str, Event]],
         end: End,
         queue: WaitingQueue,
+        timers: Timers,
     ) -> None:
         self._buffer = config.stream_buffer
         self._meter = meter
@@ -41,6 +43,7 @@ class Delivery:
         self._outbox = outbox
         self._end = end
         self._queue = queue
+        self._timers = timers
 
     def chunk(
         self, sequence: Sequence, chunk: PrefillChunk, row: RowResult | None, now: float
@@ -93,7 +96,7 @@ class Delivery:
             reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
             self._end(sequence, reason, now, "")
         elif sequence.unread >= self._buffer and sequence.paused_at is None:
-            sequence.paused_at = now
+            self._timers.pause(sequence, now)
         return len(row.tokens)
 
     def _burst(self, sequence: Sequence, row: RowResult, now: float) -> Tokens:
