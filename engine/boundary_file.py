@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,9 @@ from engine.plan import ForeignFileError, SavedPrefix, pages_needed
 VERSION = 1
 KEY = "selfdraft.boundary"
 """Metadata key of the manifest."""
+
+PARTIAL = ".part"
+"""Ends the name of a file that is being written; of one that is left there is nothing to read."""
 
 _SAMPLES = 64
 """Elements of each weight that go into a fingerprint."""
@@ -246,10 +250,15 @@ def _digest(tensors: dict[str, mx.array]) -> str:
 
 
 def _write_whole(path: Path, tensors: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """Write beside `path`, flush to the disk, rename."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write beside `path`, flush to the disk, rename.
+
+    The file beside has a name of its own: what a killed process left there, which in a container
+    had the same process id, is in nobody's way.
+    """
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+    beside = Path(name)
     try:
-        with beside.open("xb") as handle:
+        with open(number, "wb") as handle:
             mx.save_safetensors(handle, tensors, metadata)
             handle.flush()
             os.fsync(handle.fileno())

@@ -1,4 +1,4 @@
-"""Build an engine from a checkpoint folder: check, budget, load, gate, warm up.
+"""Build an engine from a checkpoint folder: check, budget, load, gate.
 
 This module imports MLX only inside `load_engine`, because the BLAS must be chosen before that
 import, and MLX's streams belong to the thread that first uses them.
@@ -91,15 +91,50 @@ def _load(
     trace: bool,
     scripted: Sequence[float] | None,
 ) -> MLXEngine:
-    import mlx.core as mx
-
-    from engine.checkpoint import planned_bytes, read_checkpoint
-
     def stage(index: int) -> None:
         if progress is not None:
             progress((*_STAGES, "ready")[index], index, len(_STAGES))
 
     stage(0)
+    setup, plan = _prepare(config, blas, trace=trace)
+    on_gpu = setup.on_gpu
+    _limit_memory(plan.budget)
+    stage(1)
+    compiled = setup.compile_ahead()
+    model, report = setup.load_model()
+    stage(2)
+    threads = "" if on_gpu else _choose_threads(model)
+    if on_gpu:
+        model.widths = _choose_widths(model)
+    blas_name = setup.blas.name + threads
+    info = setup.describe(report, plan, blas=blas_name, widths=model.widths)
+    if compiled:
+        info = replace(info, notes=(*info.notes, compiled))
+    engine = setup.assemble(model, info, plan)
+    stage(3)
+    if scripted is not None:
+        from engine.scripted import ScriptedCycle
+
+        ScriptedCycle.script(engine.cycle, scripted)
+    elif setup.mtp and config.mtp_gate == "auto":
+        engine = setup.gated(engine, model, plan)
+    stage(4)
+    return engine
+
+
+def plan_memory(config: EngineConfig) -> Budget:
+    """What an engine of `config` would reserve on this machine, from headers alone: no weight is
+    read and no memory is taken. Raises what `load_engine` raises before it does either."""
+    config.validate()
+    return _prepare(config, prepare_blas(config.blas), trace=False)[1].budget
+
+
+def _prepare(config: EngineConfig, blas: Blas, *, trace: bool) -> tuple[_Setup, _Plan]:
+    """What is to be loaded, and the memory it gets."""
+    import mlx.core as mx
+
+    from engine.checkpoint import planned_bytes, read_checkpoint
+
     on_gpu = mx.default_device().type == mx.gpu
     checkpoint = read_checkpoint(config.model)
     setup = _Setup(
@@ -116,26 +151,7 @@ def _load(
         for name in [name for name in checkpoint.tensors if name.startswith("mtp.")]:
             del checkpoint.tensors[name]
     planned = planned_bytes(checkpoint, dtype=setup.dtype, dequantize=setup.dequantize)
-    plan = setup.budget(planned)
-    _limit_memory(plan.budget)
-    stage(1)
-    model, report = setup.load_model()
-    stage(2)
-    threads = "" if on_gpu else _choose_threads(model)
-    if on_gpu:
-        model.widths = _choose_widths(model)
-    blas_name = setup.blas.name + threads
-    info = setup.describe(report, plan, blas=blas_name, widths=model.widths)
-    engine = setup.assemble(model, info, plan)
-    stage(3)
-    if scripted is not None:
-        from engine.scripted import ScriptedCycle
-
-        ScriptedCycle.script(engine.cycle, scripted)
-    elif setup.mtp and config.mtp_gate == "auto":
-        engine = setup.gated(engine, model, plan)
-    stage(4)
-    return engine
+    return setup, setup.budget(planned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +238,21 @@ class _Setup:
         if self.config.deterministic:
             return padded_rows(self.config.max_rows)
         return bucket(self.config.max_rows) if self.on_gpu else 0
+
+    def compile_ahead(self) -> str:
+        """Kernels that this model needs on CUDA; a note where they could not be had."""
+        import mlx.core as mx
+
+        from engine.compile_ahead import compile_ahead, distinct
+
+        if not (self.on_gpu and mx.cuda.is_available()) or self.dequantize:
+            return ""
+        packed = {
+            module: (self.checkpoint.tensors[f"{module}.weight"], spec)
+            for module, spec in self.checkpoint.quantization.items()
+            if f"{module}.weight" in self.checkpoint.tensors
+        }
+        return compile_ahead(distinct(packed, str(self.dtype).removeprefix("mlx.core.")))
 
     def load_model(self) -> tuple[Qwen35Model, LoadReport]:
         """The model with its weights in place, evaluated."""

@@ -179,8 +179,8 @@ class DecodeBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRow:
     """Keep a decoding row's state as a boundary, at the position of its last emitted token (which
-    is in no cache yet): prompt tokens + emitted tokens - 1. `pages` (int32) is its page table. No
-    step in flight may name the row."""
+    is in no cache yet): prompt tokens + emitted tokens - 1. `pages` (int32) is its page table, as
+    far as that position. No step in flight may name the row."""
 
     row: int
     boundary: int

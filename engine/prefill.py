@@ -41,6 +41,8 @@ class PrefillRow:
     """[1, 1, H]: hidden of the last position done; None before the first chunk."""
     prompted: NDArray[np.bool_] | None = None
     """[V]: tokens of the prompt so far; None when no penalty of the row needs them."""
+    said: NDArray[np.int32] | None = None
+    """[V]: how often each of them counts as output (`RowSpec.output_start`); None as above."""
 
     def arrays(self) -> list[mx.array]:
         flat = [a for state in self.states for a in (state.conv, state.memory)]
@@ -104,25 +106,34 @@ class Prefill:
         if self._mtp_pool is not None and row.spec.speculative:
             self._write_slots(row, hidden, tokens, table)
         records = self._report(row, hidden, tokens)
+        prompted, said = self._counted(row, chunk)
         after = PrefillRow(
             spec=row.spec,
             position=row.position + size,
             states=tuple(keep_all(trail) for trail in trails),
             carry=hidden[:, -1:],
-            prompted=self._prompted(row, chunk),
+            prompted=prompted,
+            said=said,
         )
         return after, hidden[:, -1:], records
 
-    def _prompted(self, row: PrefillRow, chunk: PrefillChunk) -> NDArray[np.bool_] | None:
-        """The tokens of the prompt after this chunk, those of a restored prefix included."""
+    def _counted(
+        self, row: PrefillRow, chunk: PrefillChunk
+    ) -> tuple[NDArray[np.bool_] | None, NDArray[np.int32] | None]:
+        """`PrefillRow.prompted` and `said` after this chunk, a restored prefix included."""
         if not needs_counts(row.spec):
-            return None
-        fresh = np.zeros(self._model.config.vocab_size, np.bool_)
-        seen = fresh if row.prompted is None else row.prompted.copy()
-        seen[chunk.tokens] = True
+            return None, None
+        vocab, output_start = self._model.config.vocab_size, row.spec.output_start
+        seen = np.zeros(vocab, np.bool_) if row.prompted is None else row.prompted.copy()
+        said = np.zeros(vocab, np.int32) if row.said is None else row.said.copy()
+        pieces = [(chunk.start, chunk.tokens)]
         if chunk.prefix is not None:
-            seen[chunk.prefix] = True
-        return seen
+            pieces.append((0, chunk.prefix))
+        for start, tokens in pieces:
+            seen[tokens] = True
+            if output_start is not None:
+                np.add.at(said, tokens[max(0, output_start - start) :], 1)
+        return seen, said
 
     def _report(self, row: PrefillRow, hidden: mx.array, tokens: mx.array) -> mx.array | None:
         """Records [n, …] of the chunk's tokens, each under the hidden before it."""
@@ -163,8 +174,8 @@ class Prefill:
         length = mx.array([row.position], mx.int32)
         budget = mx.array([row.spec.max_tokens], mx.int32)
         seen = np.zeros((1, 0), np.bool_) if row.prompted is None else row.prompted[None]
-        prompted = mx.array(seen)
-        counts = mx.zeros(seen.shape, mx.int32)
+        said = np.zeros((1, 0), np.int32) if row.said is None else row.said[None]
+        prompted, counts = mx.array(seen), mx.array(said)
         none = mx.zeros((1, 0), mx.int32)
         mask = None if guide is None else guide.verify_mask(none)
         history = now(budget, counts, prompted, statics.rules)

@@ -47,8 +47,8 @@ class RowArrays:
     pending_count: mx.array
     """[B] int32: how many are valid. MTP slots written so far: length - pending_count."""
     counts: mx.array
-    """[B, Vc] int32: occurrences of each token in the row's output; Vc is 0 where no row of the
-    stack has a penalty, else V."""
+    """[B, Vc] int32: occurrences of each token in the row's output, that of before a preemption
+    included (`RowSpec.output_start`); Vc is 0 where no row of the stack has a penalty, else V."""
     prompted: mx.array
     """[B, Vc] bool: the token occurs in the row's prompt."""
 

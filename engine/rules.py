@@ -64,6 +64,7 @@ def check_spec(row: int, spec: RowSpec, vocab: int) -> None:
     hold(len(spec.stop_ids) <= MAX_STOP_IDS, f"more than {MAX_STOP_IDS} stop ids")
     hold(all(0 <= t < vocab for t in spec.stop_ids), f"stop_ids must be in 0…{vocab - 1}")
     hold(0 <= spec.min_tokens <= spec.max_tokens, "min_tokens must be in 0…max_tokens")
+    hold(spec.output_start is None or spec.output_start >= 0, "output_start must be >= 0")
     for name, count in (("logprobs", spec.logprobs), ("prompt_logprobs", spec.prompt_logprobs)):
         hold(count is None or 0 <= count <= MAX_LOGPROBS, f"{name} must be in 0…{MAX_LOGPROBS}")
     hold(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from scheduler.keeping import Keeping
+from scheduler.memory import RowMemory
 from scheduler.pages import IntegrityError, PagePool, PageTables
 from scheduler.queue import WaitingQueue
 from scheduler.sequence import Sequence
@@ -19,12 +20,13 @@ def check_books(
     queue: WaitingQueue,
     pool: PagePool,
     tables: PageTables,
+    memory: RowMemory,
     keeping: Keeping,
     idle: bool,
 ) -> None:
     """Account for every page, boundary, slot, row, session and registry entry. Raises
     IntegrityError."""
-    queue.integrity()
+    queue.integrity(rows)
     keeping.integrity(idle=idle)
     pool.integrity(rows, [entry.pages for entry in keeping.cache])
     tables.integrity(s.slot for s in rows.values())
@@ -36,15 +38,25 @@ def check_books(
         _check(0 <= s.unread <= s.emitted, f"row {row}: tokens unread")
         _check(s.cached <= s.cursor <= len(s.prompt), f"row {row}: prompt cursor")
         _check(s.emitted <= len(s.output), f"row {row}: the device emitted less than the host saw")
+        # The last token emitted is in no cache yet.
+        covered = s.cause is not None or not memory.missing(s, s.reach(-2))
+        _check(covered, f"row {row}: steps in flight may write where it has no page")
     for request_id, s in live.items():
         _check(s.cause is None, f"{request_id} has ended and is registered")
         queued, running = request_id in queue, rows.get(s.row) is s
         _check(queued != running, f"{request_id} is neither queued nor running, or both")
-    _check(all(live.get(s.request_id) is s for s in queue), "a queued request is not registered")
+    for s in queue:
+        _check(live.get(s.request_id) is s, f"{s.request_id} is queued and not registered")
+        holds_nothing = s.row < 0 and s.slot < 0 and not (s.tickets or s.ceiling or s.floor)
+        _check(holds_nothing and s.leaving is None, f"{s.request_id} is queued and holds a row")
+        own = s.asked_tokens == len(s.request.prompt_ids)
+        whole = len(s.prompt) == s.asked_tokens + s.emitted and not s.produced
+        _check(own and whole, f"{s.request_id}: its prompt and output are not what it goes on with")
     _check_in_flight(rows, tickets)
     if idle:
         _check(not tickets, "a step is in flight")
         _check(all(s.cause is None for s in rows.values()), "an ended row was kept")
+        _check(all(s.leaving is None for s in rows.values()), "a preempted row was kept")
 
 
 def _check_in_flight(rows: Mapping[int, Sequence], tickets: Collection[Ticket]) -> None:

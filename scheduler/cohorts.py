@@ -22,11 +22,16 @@ class CohortPlanner:
         self._memory = memory
 
     def plan(self, rows: list[Sequence], cohort: Cohort, *, alone: bool) -> DecodeBatch | None:
-        """A cycle of `rows`, noted in the ticket's `cohort`; None without rows. `alone`: the step
-        runs nothing else."""
+        """A cycle of `rows`, noted in the ticket's `cohort`; None without rows. It is no deeper
+        than there are pages for; those of depth 0 the rows have. `alone`: the step runs nothing
+        else."""
         if not rows:
             return None
         caps = [sequence.depth_cap for sequence in rows]
+        deepest = max(caps)
+        while deepest and not self._memory.can_grow(rows, deepest):
+            deepest -= 1
+        caps = [min(cap, deepest) for cap in caps]
         depth = self._policy.choose(caps, prefilling=not alone)
         limits = [min(cap, depth) for cap in caps]
         for sequence, limit in zip(rows, limits, strict=True):
@@ -42,6 +47,10 @@ class CohortPlanner:
             depth=depth,
             limits=tuple(limits),
         )
+
+    def estimate(self, rows: list[Sequence]) -> float | None:
+        """Seconds that a cycle of `rows` takes in a step that also prefills; None for unknown."""
+        return self._policy.estimate([sequence.depth_cap for sequence in rows])
 
     def observe(
         self, cohort: Cohort, results: list[RowResult | None], *, device_s: float | None

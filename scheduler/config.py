@@ -56,6 +56,17 @@ class SchedulerConfig:
     max_rows: int = 256
     """Rows that run at once; the engine's own `max_rows` is the harder limit."""
 
+    page_watermark: float = 0.05
+    """Share of the KV pages, in [0, 1), that must be free, or held by kept prefixes only, after a
+    row has started beside others. Rows take pages as they grow; without something left to grow
+    into, a row that starts on the last pages is preempted a moment later, and its prefill was for
+    nothing."""
+
+    max_displacements: int = 2
+    """Times, >= 0, that a request gives up its row to one of a higher class; then it keeps it,
+    unless rows run out of pages. Each time costs the prefill of all it had; this bounds the waste,
+    and the starvation. 0: a class decides who starts, and nothing after that."""
+
     max_prompt_tokens: int | None = None
     """Longest prompt in tokens; None leaves it to the context length."""
 
@@ -72,17 +83,21 @@ class SchedulerConfig:
     default_tenant: TenantPolicy = TenantPolicy()
 
     ageing_s: float = 30.0
-    """Seconds of waiting that lift a request by one priority class: what bounds starvation."""
+    """Seconds of waiting that lift a request by one priority class, up to the highest: what bounds
+    starvation."""
 
     max_token_gap_s: float | None = None
     """Most seconds that a step with prefill may take, as estimated, while some row decodes: how
-    long a running stream may wait for its next tokens because of somebody's prompt. Prefill keeps
-    `prefill_share` of the time even where that is longer. None: chunks are as long as
-    `prefill_chunk` allows."""
+    long a running stream may wait for its next tokens because of somebody's prompt. Prompts are
+    then cut in smaller pieces, by time; a stream with a constraint needs two steps of the pipelined
+    loop, so half of it is the bound while one runs. Prefill keeps `prefill_share` of the time even
+    where that is longer: where both cannot hold, the share does (`scheduler.pace` says what is
+    guaranteed). None: chunks are as long as `prefill_chunk` allows."""
 
     prefill_share: float = 0.25
     """Share of the device's time, in [0, 1], that prompts get at least while rows decode and
-    prompts wait."""
+    prompts wait, under `max_token_gap_s`. With 0 they wait for as long as cycles alone exceed the
+    gap; with 1 the gap bounds nothing."""
 
     depth: Depth = "auto"
     """Drafts per cycle; capped by what the engine offers and by each request's `depth_cap`."""
@@ -133,10 +148,16 @@ class SchedulerConfig:
         for name in (*seconds, "ageing_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0 seconds")
+        if "other" in self.tenants:
+            raise ValueError("tenants: 'other' is what statistics call those without a policy")
         if self.max_token_gap_s is not None and not self.max_token_gap_s > 0:
             raise ValueError("max_token_gap_s must be > 0 seconds")
         if not 0 <= self.prefill_share <= 1:
             raise ValueError("prefill_share must be in [0, 1]")
+        if not 0 <= self.page_watermark < 1:
+            raise ValueError("page_watermark must be in [0, 1)")
+        if self.max_displacements < 0:
+            raise ValueError("max_displacements must be >= 0")
         if self.depth != "auto" and not (
             isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH
         ):

@@ -11,14 +11,16 @@ Life of a request: queued → running (a row; prefilling, then decoding) → end
 at once for its client, with the first cause, and emits nothing after it. Its row, slot and pages
 are *reaped* in one place, `_reap`, at the first plan after the last step in flight that names the
 row has come back; that same plan tells the engine to release it, and to keep its end as a prefix
-for later requests when there is one to keep.
+for later requests when there is one to keep. A row that is *preempted* (`scheduler.preemption`) is
+planned no more, gets what steps in flight bring, is reaped in the same way, and is queued again
+with its output as the end of its prompt.
 
 Each step carries prefill chunks and the decode cohorts side by side, so none starves another. Rows
 with a constraint are a cohort of their own, planned only when no step in flight names them.
 
 The parts: `scheduler.prefill` (who starts, and from what), `scheduler.prefix` and
 `scheduler.sessions` (what is kept), `scheduler.cohorts` and `scheduler.depth` (who decodes how
-deep).
+deep), `scheduler.delivery` (what becomes of results).
 
 Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
@@ -26,10 +28,17 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     ----------------------  ------------------------  -------------------------------------------
     waiting requests        max_queue (64)            QueueFullError with a measured retry delay
     waiting prompt tokens   max_queued_tokens (256k)  the same
+    the same of a tenant    its max_queued_tokens     the same; InvalidRequestError when the prompt
+                            (None)                    alone exceeds it
+    time until it starts    the request's deadline    the same, once enough was measured
+                            (None)
+    time in a lower class   ageing_s (30) per class   counts as the next higher class
+    rows of a tenant        its max_rows (None)       wait in the queue; other tenants pass
     rows at once            max_rows (256), engine's  wait in the queue
-    KV pages                engine's pool             kept prefixes go (LRU), then wait in the
-                                                      queue; InvalidRequestError when the worst
-                                                      case exceeds the whole pool
+    KV pages                engine's pool             kept prefixes go (LRU); then new rows wait
+                                                      in the queue, and the most junior ones are
+                                                      preempted; InvalidRequestError when the
+                                                      worst case exceeds the whole pool
     kept prefixes           engine's boundaries       the least recently used one goes
     sessions                max_sessions (256),       the least recently used one is unpinned
                             session_ttl_s (600)
@@ -37,6 +46,8 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
     prompt tokens per step  prefill_chunk (engine's)  the next step
+    seconds per step        max_token_gap_s (None)    the next step, but prefill_share (0.25) of the
+                                                      time is the prompts'
     unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
                                                       slow_reader_timeout_s (30)
     steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
@@ -44,6 +55,7 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -52,10 +64,7 @@ from numpy.typing import NDArray
 from engine.plan import (
     EngineFailedError,
     EngineInfo,
-    Finish,
     KeepRow,
-    PrefillChunk,
-    RowResult,
     SavedPrefix,
     StepPlan,
     StepResult,
@@ -64,11 +73,15 @@ from scheduler.admission import Limits, validate
 from scheduler.books import check_books
 from scheduler.cohorts import CohortPlanner
 from scheduler.config import SchedulerConfig
+from scheduler.delivery import Delivery
 from scheduler.depth import depth_policy
+from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget, Pace
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.preemption import Preemption, seniority
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry
 from scheduler.queue import WaitingQueue
@@ -79,18 +92,16 @@ from scheduler.request import (
     GenerationRequest,
     InvalidRequestError,
     NotRunningError,
-    QueueFullError,
-    Tokens,
 )
-from scheduler.sequence import Sequence, joined
+from scheduler.sequence import Sequence
 from scheduler.sessions import SessionInfo
 from scheduler.statistics import Meter, Statistics
-from scheduler.ticket import Cohort, Ticket, breach, chunk_breach
+from scheduler.throughput import Throughput
+from scheduler.ticket import Ticket
+from scheduler.timers import Timers
 
 Prompt = NDArray[np.int32]
 
-RETRY_BOUNDS_S = (0.1, 60.0)
-"""Retry delays are clamped to this."""
 DEADLINE_SLACK_S = 0.05
 """How close to its deadline a client's leaving counts as the deadline's doing."""
 
@@ -105,12 +116,18 @@ class SchedulerCore:
         self._max_depth = min(self._max_depth, info.max_depth)
         self._max_in_flight = max_in_flight
         self._max_rows = min(config.max_rows, info.max_rows)
-        self._queue = WaitingQueue(
-            max_requests=config.max_queue, max_tokens=config.max_queued_tokens
-        )
+        self._queue = WaitingQueue(config)
         self._pool = PagePool(pages=info.pages)
         self._tables = PageTables(slots=self._max_rows, width=self.limits.pages_per_row)
-        self._memory = RowMemory(pool=self._pool, tables=self._tables, page_size=info.page_size)
+        self.keeping = Keeping(info=info, config=config, pool=self._pool)
+        """Prefixes and sessions."""
+        self._memory = RowMemory(
+            pool=self._pool,
+            tables=self._tables,
+            cache=self.keeping.cache,
+            page_size=info.page_size,
+            watermark=math.ceil(config.page_watermark * info.pages),
+        )
         self._free, self._guided = (
             CohortPlanner(
                 policy=depth_policy(config.depth, info.max_depth, table),
@@ -121,8 +138,6 @@ class SchedulerCore:
             for table in (config.costs_of(info), None)
         )
         self._groups = Groups()
-        self.keeping = Keeping(info=info, config=config, pool=self._pool)
-        """Prefixes and sessions."""
         self._live: dict[str, Sequence] = {}
         """Accepted requests that have not ended, by id."""
         self._rows: dict[int, Sequence] = {}
@@ -130,11 +145,33 @@ class SchedulerCore:
         self._tickets: deque[Ticket] = deque()
         self._outbox: list[tuple[str, Event]] = []
         self._meter = Meter(window_s=config.rate_window_s)
+        self._timers = Timers(slow_reader_timeout_s=config.slow_reader_timeout_s)
+        self._delivery = Delivery(
+            config=config,
+            meter=self._meter,
+            keeping=self.keeping,
+            outbox=self._outbox,
+            end=self._end,
+            queue=self._queue,
+            timers=self._timers,
+        )
         self._next_step = 0
         self._next_turn = 1
         self._closed: str | None = None
+        chunk = config.prefill_chunk or info.prefill_chunk
+        throughput = Throughput()
+        self._door = Door(
+            config=config,
+            chunk=chunk,
+            queue=self._queue,
+            rows=self._rows,
+            tables=self._tables,
+            meter=self._meter,
+            throughput=throughput,
+        )
+        self._pace = Pace(gap_s=config.max_token_gap_s, share=config.prefill_share, chunk=chunk)
         self._prefill = PrefillPlanner(
-            chunk=config.prefill_chunk or info.prefill_chunk,
+            chunk=chunk,
             rows=self._rows,
             queue=self._queue,
             pool=self._pool,
@@ -142,6 +179,15 @@ class SchedulerCore:
             memory=self._memory,
             cache=self.keeping.cache,
             groups=self._groups,
+            throughput=throughput,
+        )
+        self._preemption = Preemption(
+            rows=self._rows,
+            pool=self._pool,
+            tables=self._tables,
+            memory=self._memory,
+            cache=self.keeping.cache,
+            max_displacements=config.max_displacements,
         )
 
     # --- the world changes something -------------------------------------------------------------
@@ -174,18 +220,19 @@ class SchedulerCore:
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", "a live request has this id")
             prompt = validate(request, self.limits)
+            self._door.fits(request, len(prompt))
         except InvalidRequestError:
             self._meter.refused["invalid"] += 1
             raise
-        if refusal := self._queue.refusal(len(prompt)):
-            reason, limit, leaving = refusal
-            self._meter.refused[reason] += 1
-            raise QueueFullError(limit, self._retry_after(leaving, now))
+        if refusal := self._door.refusal(request, len(prompt), now):
+            self._meter.refused[refusal.reason] += 1
+            raise refusal
         sequence = self._sequence(request, prompt, now)
         if request.session_id is not None:
             self.keeping.sessions.touch(request.session_id, now)
         self._live[request.request_id] = sequence
         self._queue.push(sequence)
+        self._timers.add(sequence)
         self._meter.submitted += 1
 
     def _sequence(self, request: GenerationRequest, prompt: Prompt, now: float) -> Sequence:
@@ -202,6 +249,7 @@ class SchedulerCore:
         except InvalidRequestError:
             self._meter.refused["invalid"] += 1
             raise
+        sequence.work = 1 if self._groups.follows(sequence) else len(prompt)
         return sequence
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> bool:
@@ -229,9 +277,11 @@ class SchedulerCore:
         sequence.unread -= tokens
         if sequence.paused_at is None:
             return False
-        resumed = sequence.unread < self.config.stream_buffer
-        sequence.paused_at = None if resumed else now
-        return resumed
+        if sequence.unread >= self.config.stream_buffer:
+            self._timers.pause(sequence, now)
+            return False
+        self._timers.resume(sequence)
+        return True
 
     @property
     def closed(self) -> bool:
@@ -256,15 +306,13 @@ class SchedulerCore:
 
     def take_events(self) -> list[tuple[str, Event]]:
         """Events not taken yet, in order. `commit` includes them; ends outside of it do not."""
-        events, self._outbox = self._outbox, []
+        events = self._outbox.copy()
+        self._outbox.clear()
         return events
 
     def next_due(self) -> float | None:
         """The next time at which `plan` has something to end: a deadline or a slow reader."""
-        due = [s.request.deadline for s in self._live.values() if s.request.deadline is not None]
-        timeout = self.config.slow_reader_timeout_s
-        due += [s.paused_at + timeout for s in self._live.values() if s.paused_at is not None]
-        return min(due, default=None)
+        return self._timers.next()
 
     # --- plan ------------------------------------------------------------------------------------
 
@@ -277,13 +325,25 @@ class SchedulerCore:
             raise IntegrityError(f"{self._max_in_flight} steps are in flight already")
         self._expire(now)
         keep, release = self._reap(now)
-        free, guided = self._cohorts()
+
+        def reap() -> None:
+            nonlocal keep, release
+            more_kept, more = self._reap(now)
+            keep, release = keep + more_kept, release + more
+
+        served = self._preemption.serve([s for s in self._rows.values() if s.can_decode], reap)
         ticket = Ticket(step=self._next_step)
-        copies = self._prefill.plan(ticket, now)
+        self._prefill.blocked = None
+        budget = self._prompt_budget(*self._cohorts(served))
+        copies = self._prefill.plan(ticket, now, budget)
+        waiting = self._prefill.blocked
+        if waiting is not None and self._preemption.displace(waiting, ticket):
+            reap()
+        free, guided = self._cohorts(served)
         alone = not (ticket.chunks or (free and guided))
         plan = StepPlan(
             step=ticket.step,
-            keep=keep,
+            keep=tuple(row for row in keep if self.keeping.cache.holds(row.boundary)),
             release=release,
             copies=copies,
             prefill=tuple(chunk for _, chunk in ticket.chunks),
@@ -291,6 +351,7 @@ class SchedulerCore:
             guided=self._guided.plan(guided, ticket.guided, alone=alone),
             drop=self.keeping.cache.planned(),
         )
+        ticket.load = self._pace.planned(budget, ticket.shapes, mixed=ticket.decodes)
         self._meter.cohorts(plan)
         return self._planned(plan, ticket)
 
@@ -309,36 +370,63 @@ class SchedulerCore:
             self._next_step += 1
         return plan
 
-    def _cohorts(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Rows that can decode now: free ones and guided ones."""
-        ready = [s for s in self._rows.values() if s.can_decode]
+    def _cohorts(self, served: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Rows that decode now, of those that have pages for it: free ones and guided ones."""
+        ready = [s for s in self._rows.values() if s in served and s.can_decode]
         guided = [s for s in ready if s.request.constraint is not None]
         return ([s for s in ready if not s.guided] if guided else ready), guided
+
+    def _prompt_budget(self, free: list[Sequence], guided: list[Sequence]) -> Budget:
+        """What prompts may take of a step with these cohorts."""
+        pace = self._pace
+        prompts = self._queue or any(s.prefilling for s in self._rows.values())
+        if pace.gap_s is None or not prompts:
+            return pace.unbounded()
+        cohorts = ((self._free, free), (self._guided, guided))
+        cycles = [planner.estimate(rows) for planner, rows in cohorts if rows]
+        late = any(s.guided and s.streams for s in self._rows.values())
+        if not cycles and not late:
+            return pace.unbounded()
+        return pace.budget(cycles, every=self._max_in_flight if late else 1)
 
     def _expire(self, now: float) -> None:
         """End what is past its time: requests, readers that are too slow, sessions."""
         self.keeping.sessions.expire(now)
-        timeout = self.config.slow_reader_timeout_s
-        for sequence in list(self._live.values()):
-            deadline = sequence.request.deadline
-            if deadline is not None and now >= deadline:
-                self._end(sequence, FinishReason.DEADLINE, now, "")
-            elif sequence.paused_at is not None and now >= sequence.paused_at + timeout:
-                detail = f"{sequence.unread} tokens unread for {timeout:g} s"
-                self._end(sequence, FinishReason.SLOW_READER, now, detail)
+        for sequence, reason, detail in self._timers.due(now):
+            self._end(sequence, reason, now, detail)
 
     def _reap(self, now: float) -> tuple[tuple[KeepRow, ...], tuple[int, ...]]:
-        """Free everything of ended rows that no step in flight names, after what is worth it was
-        kept; the only place that does."""
-        ended = [s for s in self._rows.values() if s.cause is not None and not s.tickets]
+        """Free everything of rows that have ended or were preempted and that no step in flight
+        names, after what is worth it was kept; the only place that does."""
+        gone = [s for s in self._rows.values() if s.is_gone and not s.tickets]
+        ids = tuple(sequence.row for sequence in gone)
+        ended = sorted((s for s in gone if s.cause is not None), key=lambda s: s.turn)
+        preempted = sorted((s for s in gone if s.cause is None), key=seniority, reverse=True)
         keep = []
-        for sequence in sorted(ended, key=lambda s: s.turn):
+        for sequence in ended + preempted:
             table = self._tables.table(sequence.slot)
-            if entry := self.keeping.end(sequence, table, now):
-                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=table))
+            if sequence.cause is not None:
+                entry = self.keeping.end(sequence, table, now)
+            else:
+                entry = self.keeping.leave(sequence, table)
+            if entry is not None:
+                keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=entry.pages))
             del self._rows[sequence.row]
             self._memory.free(sequence)
-        return tuple(keep), tuple(sequence.row for sequence in ended)
+            self._queue.row_freed(sequence)
+        for sequence in preempted:
+            self._requeue(sequence, now)
+        return tuple(keep), ids
+
+    def _requeue(self, sequence: Sequence, now: float) -> None:
+        """A preempted row is freed: it waits to be computed again."""
+        assert sequence.leaving is not None
+        self._meter.preempted[sequence.leaving] += 1
+        sequence.suspend(now)
+        if sequence.hashes is not None:
+            sequence.hashes = self.keeping.cache.hashes(sequence.prompt, sequence.hashes)
+        self._groups.requeue(sequence)
+        self._queue.requeue(sequence)
 
     # --- commit ----------------------------------------------------------------------------------
 
@@ -353,99 +441,19 @@ class SchedulerCore:
         rows = {row.row: row for row in result.rows}
         tokens = 0
         for sequence, chunk in ticket.chunks:
-            sequence.tickets -= 1
-            sequence.ceiling -= chunk.last
-            sequence.floor -= chunk.last
-            tokens += self._apply_chunk(sequence, chunk, rows.pop(sequence.row, None), now)
+            tokens += self._delivery.chunk(sequence, chunk, rows.pop(sequence.row, None), now)
         self._prefill.saved(ticket)
         alone = not (ticket.chunks or (ticket.decode.rows and ticket.guided.rows))
         time = result.device_s if alone else None
         for planner, cohort in ((self._free, ticket.decode), (self._guided, ticket.guided)):
             decoded = [rows.pop(sequence.row, None) for sequence, _ in cohort.rows]
-            tokens += self._apply_cohort(cohort, decoded, now)
+            tokens += self._delivery.cohort(cohort, decoded, now)
             planner.observe(cohort, decoded, device_s=time)
         if rows:
             raise EngineFailedError(f"step {result.step} has results for rows it did not run")
+        self._pace.observe(ticket.load, result.device_s, decoded=ticket.decodes)
         self._meter.step(result, prompt_tokens=ticket.prompt_tokens, tokens=tokens, now=now)
         return self.take_events()
-
-    def _apply_chunk(
-        self, sequence: Sequence, chunk: PrefillChunk, row: RowResult | None, now: float
-    ) -> int:
-        """Give a row what a chunk of its prompt brought; returns tokens as `_apply` does."""
-        if sequence.cause is None and (problem := chunk_breach(sequence, chunk, row)):
-            self._breach(sequence, problem, now)
-            return 0
-        if row is not None and row.prompt_logprobs is not None:
-            sequence.prompt_logprobs.append(row.prompt_logprobs)
-        if not chunk.last and (row is None or row.fault is None):
-            return 0
-        return self._apply(sequence, row, 1, now)
-
-    def _apply_cohort(self, cohort: Cohort, decoded: list[RowResult | None], now: float) -> int:
-        """Give a cohort its results; returns tokens as `_apply` does."""
-        tokens = 0
-        for (sequence, most), row in zip(cohort.rows, decoded, strict=True):
-            sequence.tickets -= 1
-            sequence.ceiling -= most
-            sequence.floor -= 1
-            tokens += self._apply(sequence, row, most, now)
-        return tokens
-
-    def _apply(self, sequence: Sequence, row: RowResult | None, most: int, now: float) -> int:
-        """Give a row what a step brought; returns the tokens handed to its stream."""
-        if row is not None:
-            sequence.output += row.tokens
-            if row.fault is not None:
-                self._distrust(sequence)
-        if sequence.cause is not None:
-            self._discard(row)
-            return 0
-        if problem := breach(sequence, row, most):
-            self._breach(sequence, problem, now)
-            return 0
-        assert row is not None
-        if row.fault is not None:
-            self._end(sequence, FinishReason.FAULT, now, row.fault)
-            return 0
-        sequence.record(row, now)
-        self._meter.row(row)
-        prompt = None
-        if sequence.request.prompt_logprobs is not None and sequence.emitted == len(row.tokens):
-            prompt = joined(sequence.prompt_logprobs)
-        burst = Tokens(
-            ids=row.tokens,
-            logprobs=row.logprobs,
-            prompt_logprobs=prompt,
-            drafted=row.drafted,
-            accepted=row.accepted,
-            at=now,
-        )
-        self._outbox.append((sequence.request.request_id, burst))
-        if row.finish is not None:
-            reason = FinishReason.STOP if row.finish is Finish.STOP else FinishReason.LENGTH
-            self._end(sequence, reason, now, "")
-        elif sequence.unread >= self.config.stream_buffer and sequence.paused_at is None:
-            sequence.paused_at = now
-        return len(row.tokens)
-
-    def _breach(self, sequence: Sequence, problem: str, now: float) -> None:
-        self._distrust(sequence)
-        detail = f"the engine broke its contract: {problem}"
-        self._end(sequence, FinishReason.FAULT, now, detail)
-
-    def _distrust(self, sequence: Sequence) -> None:
-        """Its numbers are bad: neither it nor what it left or started from is kept."""
-        sequence.spoiled = True
-        self.keeping.cache.distrust(sequence.row, sequence.origin)
-
-    def _discard(self, row: RowResult | None) -> None:
-        """A result for a request that has ended."""
-        if row is None or not row.tokens:
-            self._meter.wasted_rows += 1
-        else:
-            self._meter.row(row)
-            self._meter.discarded_tokens += len(row.tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, detail: str) -> None:
         """Record the first cause and tell the client; the only place that does."""
@@ -454,7 +462,9 @@ class SchedulerCore:
         self._groups.end(sequence)
         sequence.cause = reason
         sequence.turn, self._next_turn = self._next_turn, self._next_turn + 1
-        sequence.paused_at = None
+        sequence.leaving = None
+        self._timers.forget(sequence)
+        self.keeping.end_waiting(sequence, now)
         del self._live[sequence.request_id]
         self._meter.end(reason, sequence.emitted)
         finished = Finished(reason=reason, usage=sequence.usage(now), detail=detail)
@@ -472,13 +482,13 @@ class SchedulerCore:
         self.keeping.sessions.expire(now)
         return self.keeping.sessions.list()
 
-    def begin_import(self, saved: SavedPrefix) -> Entry:
+    def begin_import(self, saved: SavedPrefix, salt: str = "") -> Entry:
         """Room for a file's prefix; then `plan_ends`, the engine's import unless it is ready, and
         `finish_import` or `keeping.cancel_import`, all with no other plan in between.
 
         Raises NoRoomError, with the numbers.
         """
-        return self.keeping.begin_import(saved, rows=bool(self._rows))
+        return self.keeping.begin_import(saved, rows=bool(self._rows), salt=salt)
 
     def finish_import(self, entry: Entry, session_id: str, now: float) -> SessionInfo:
         """The engine has it: pin it."""
@@ -487,11 +497,6 @@ class SchedulerCore:
         return self.keeping.sessions.list()[-1]
 
     # --- looking in ------------------------------------------------------------------------------
-
-    def _retry_after(self, leaving: int, now: float) -> float:
-        """Seconds until `leaving` requests have left the queue, at the measured throughput."""
-        low, high = RETRY_BOUNDS_S
-        return min(max(leaving * self._meter.seconds_per_request(now), low), high)
 
     def integrity(self, *, idle: bool = False) -> None:
         """Account for every page, slot, row and registry entry. `idle`: after an empty plan with
@@ -503,25 +508,25 @@ class SchedulerCore:
             queue=self._queue,
             pool=self._pool,
             tables=self._tables,
+            memory=self._memory,
             keeping=self.keeping,
             idle=idle,
         )
         self._groups.integrity(self._live)
+        self._timers.integrity(self._live.values())
 
     def statistics(self, now: float) -> Statistics:
         """A snapshot; costs one pass over the running rows."""
         running = [s for s in self._rows.values() if s.cause is None]
-        head = self._queue.head()
+        oldest = self._queue.oldest(now)
         self.keeping.sessions.expire(now)
         return Statistics(
             at=now,
             queued_requests=len(self._queue),
             queued_tokens=self._queue.tokens,
             running=len(running),
-            prefilling=sum(s.first_token_at is None for s in running),
-            prefilling_tokens=sum(
-                len(s.prompt) - s.cached for s in running if s.first_token_at is None
-            ),
+            prefilling=sum(not s.produced for s in running),
+            prefilling_tokens=sum(len(s.prompt) - s.cursor for s in running if not s.produced),
             paused=sum(s.paused_at is not None for s in running),
             guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),
@@ -530,14 +535,19 @@ class SchedulerCore:
             pages_total=self._pool.total,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
-            pages_reserved=self._pool.reserved,
             pages_peak=self._pool.peak,
             tokens_per_second=self._meter.generated.per_second(now),
             prompt_tokens_per_second=self._meter.prefilled.per_second(now),
             depth=self._meter.depth,
             step_s=self._meter.step_s,
             step_times=self._free.step_times(),
-            oldest_wait_s=now - head.submitted_at if head else 0.0,
+            queued_by_class=self._queue.by_class(),
+            oldest_wait_by_class=oldest,
+            oldest_wait_s=max(oldest.values()),
+            served=dict(self._queue.tenants.served),
+            preempted_waiting=self._queue.returned,
+            recomputed_tokens=self._prefill.recomputed,
             **self._meter.snapshot(),
+            **self._pace.snapshot(),
             **self.keeping.snapshot(),
         )

@@ -69,6 +69,10 @@ class DepthPolicy(Protocol):
     ) -> None:
         """What a cycle of `rows` rows brought; `device_s` is None when it is not comparable."""
 
+    def estimate(self, caps: list[int]) -> float | None:
+        """Seconds that the cycle of such a cohort takes at the depth that `choose` would choose
+        beside a prompt; None when nothing is known. Changes nothing that `choose` would not."""
+
     def step_times(self) -> Mapping[tuple[int, int], float]:
         """Measured seconds per (batch bucket, depth)."""
 
@@ -83,6 +87,7 @@ class FixedDepth:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
+        self._costs = Costs(depth)
 
     def choose(self, caps: list[int], *, prefilling: bool) -> int:
         return min(self._depth, max(caps))
@@ -90,7 +95,11 @@ class FixedDepth:
     def observe(
         self, results: Iterable[RowResult], *, depth: int, rows: int, device_s: float | None
     ) -> None:
-        pass
+        if device_s:
+            self._costs.observe(rows, depth, device_s)
+
+    def estimate(self, caps: list[int]) -> float | None:
+        return _seconds(self._costs, len(caps), min(self._depth, max(caps)))
 
     def step_times(self) -> Mapping[tuple[int, int], float]:
         return {}
@@ -254,8 +263,20 @@ class AutoDepth:
             use.changes = changes
             self._known_credit.amount = CREDIT_KNOWN
 
+    def estimate(self, caps: list[int]) -> float | None:
+        deepest = min(max(caps), self._max_depth)
+        use = self._use(len(caps))
+        depth = self._choose(caps, deepest, use, prefilling=True) if deepest else 0
+        return _seconds(self._costs, len(caps), depth)
+
     def step_times(self) -> Mapping[tuple[int, int], float]:
         return self._costs.measured()
 
     def _use(self, rows: int) -> _Use:
         return self._uses.setdefault(bucket_of(rows), _Use())
+
+
+def _seconds(costs: Costs, rows: int, depth: int) -> float | None:
+    """What is estimated of a shape, if anything is known of its batch size or others."""
+    bucket = costs.bucket(rows)
+    return math.exp(bucket.mean[depth]) if bucket.known.any() else None

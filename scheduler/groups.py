@@ -3,7 +3,8 @@
 The first member that starts cold *leads*: its prompt is cut one token before its end and saved
 there. The others wait in the queue, and whoever is behind them may pass, until that boundary
 exists; then each starts from it and prefills one token. When it cannot be had (no boundaries, the
-leader ended early, the leader keeps no MTP history and a member needs some), nobody waits.
+leader ended early or was preempted, the leader keeps no MTP history and a member needs some),
+nobody waits. A member that was preempted after its first token neither leads nor waits.
 """
 
 from __future__ import annotations
@@ -46,16 +47,28 @@ class Groups:
         if name is None:
             return
         group = self._groups.get(name) or Group(first=sequence)
-        if not np.array_equal(group.first.prompt, sequence.prompt):
+        if not np.array_equal(group.first.asked, sequence.asked):
             raise InvalidRequestError("group", "its requests must have the same prompt")
         self._groups[name] = group
         group.members += 1
         group.queued += sequence.restores
 
+    def follows(self, sequence: Sequence) -> bool:
+        """Another member came before, which should prefill for this one too."""
+        group = self.of(sequence)
+        return group is not None and group.members > 1 and sequence.restores
+
     def start(self, sequence: Sequence) -> None:
         """A member leaves the queue."""
         if group := self.of(sequence):
             group.queued -= sequence.restores
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A member was preempted, and is back in the queue."""
+        if group := self.of(sequence):
+            group.queued += sequence.restores
+            if group.leader is sequence:
+                group.leader = None
 
     def end(self, sequence: Sequence) -> None:
         """A member has ended, queued or running."""
@@ -70,7 +83,7 @@ class Groups:
     def waits(self, sequence: Sequence) -> bool:
         """Somebody else is about to save what this member can start from."""
         group = self.of(sequence)
-        if group is None or group.leader is None or not sequence.restores:
+        if group is None or group.leader is None or not sequence.restores or sequence.resumes:
             return False
         return group.leader.speculative or not sequence.speculative
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.plan import EngineInfo, SavedPrefix, pages_needed
 from scheduler.config import SchedulerConfig
 from scheduler.pages import PagePool
-from scheduler.prefix import Entry, PrefixCache, Yield, page_hashes
+from scheduler.prefix import Entry, PrefixCache, Yield, root
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 from scheduler.sessions import NoRoomError, Sessions
@@ -52,40 +52,62 @@ class Keeping:
 
     def end(self, sequence: Sequence, table: NDArray[np.int32], now: float) -> Entry | None:
         """An ended row that no step in flight names is about to be released: the entry of its end,
-        if the engine is to keep it.
+        if the engine is to keep it."""
+        session = sequence.request.session_id
+        entry, fresh = self._keep(
+            sequence, table, Yield.LOOSE if session is None else Yield.SESSIONS
+        )
+        if entry is not None and session is not None:
+            self.sessions.pin(session, entry, turn=sequence.turn, now=now)
+        return entry if fresh else None
+
+    def leave(self, sequence: Sequence, table: NDArray[np.int32]) -> Entry | None:
+        """The same for a row that is preempted: it may resume from there."""
+        entry, fresh = self._keep(sequence, table, Yield.LOOSE)
+        sequence.left = entry.boundary if entry is not None else 0
+        return entry if fresh else None
+
+    def end_waiting(self, sequence: Sequence, now: float) -> None:
+        """A preempted request has ended before it ran again: what it left is its session's."""
+        entry, session = self.cache.get(sequence.left), sequence.request.session_id
+        if sequence.started or session is None or sequence.cause in NOTHING_TO_KEEP:
+            return
+        if entry is not None:
+            self.sessions.pin(session, entry, turn=sequence.turn, now=now)
+
+    def _keep(
+        self, sequence: Sequence, table: NDArray[np.int32], most: Yield
+    ) -> tuple[Entry | None, bool]:
+        """The entry of a row's last point, and whether it is new.
 
         The boundary is at the last token the device emitted. Tokens of a request that had already
         ended are in no stream, but they are in the row's state, so they count.
         """
         if not self._worth_keeping(sequence):
-            return None
-        session = sequence.request.session_id
-        tokens = np.concatenate([sequence.prompt, np.array(sequence.output[:-1], np.int32)])
-        hashes = page_hashes(tokens, self._page_size, sequence.hashes or self.cache.hashes(tokens))
+            return None, False
+        tokens = sequence.computed_tokens()
+        hashes = self.cache.hashes(tokens, sequence.hashes or root(sequence.request.cache_salt))
         entry = self.cache.find(tokens, hashes, mtp=sequence.speculative)
-        fresh = None
         if entry is not None and entry.ready:
             self.cache.touch(entry)
-        elif self.cache.make_boundary(Yield.LOOSE if session is None else Yield.SESSIONS):
-            entry = fresh = self.cache.add(
-                tokens=tokens,
-                hashes=hashes,
-                pages=table,
-                mtp=sequence.speculative,
-                row=sequence.row,
-                ready=True,
-            )
-        else:
-            return None
-        if session is not None:
-            self.sessions.pin(session, entry, turn=sequence.turn, now=now)
-        return fresh
+            return entry, False
+        if not self.cache.make_boundary(most):
+            return None, False
+        entry = self.cache.add(
+            tokens=tokens,
+            hashes=hashes,
+            pages=table,
+            mtp=sequence.speculative,
+            row=sequence.row,
+            ready=True,
+        )
+        return entry, True
 
     def _worth_keeping(self, sequence: Sequence) -> bool:
         return bool(
             self.cache.total
             and sequence.request.reuse_prefix
-            and sequence.output
+            and sequence.produced
             and not sequence.spoiled
             and sequence.cause not in NOTHING_TO_KEEP
         )
@@ -104,22 +126,23 @@ class Keeping:
         )
         return Export(boundary=entry.boundary, saved=saved, pages=entry.pages.copy())
 
-    def begin_import(self, saved: SavedPrefix, *, rows: bool) -> Entry:
+    def begin_import(self, saved: SavedPrefix, *, rows: bool, salt: str) -> Entry:
         """Make room for a file's prefix: an entry that nobody uses before `finish_import`. Ready at
-        once when these tokens are kept already. `rows`: some row runs.
+        once when these tokens are kept already. `rows`: some row runs; `salt`: that of the requests
+        that may use it.
 
         Raises NoRoomError, with the numbers.
         """
         tokens = np.array(saved.tokens, dtype=np.int32)
         self._fits(tokens)
-        hashes = self.cache.hashes(tokens)
+        hashes = self.cache.hashes(tokens, root(salt))
         there = self.cache.find(tokens, hashes, mtp=saved.mtp)
         if there is not None and there.ready:
             return there
         pages = pages_needed(len(tokens), self._page_size)
         yields = Yield.SESSIONS if rows else Yield.AWAITED
-        if not self.cache.make_room(pages, spare=None, most=yields):
-            free = self._pool.total - self._pool.reserved + self._pool.cached
+        if not self.cache.make_room(pages, most=yields):
+            free = self._pool.unused + self._pool.cached
             message = f"{pages} pages are needed; running requests leave {free} of "
             raise NoRoomError(f"{message}{self._pool.total}")
         if not self.cache.make_boundary(yields):

@@ -343,9 +343,12 @@ class Scheduler:
 
         return await self._errand(work)
 
-    async def import_session(self, path: Path, session_id: str | None = None) -> SessionInfo:
+    async def import_session(
+        self, path: Path, session_id: str | None = None, *, cache_salt: str = ""
+    ) -> SessionInfo:
         """Read a file that `export_session` wrote, and pin its prefix for `session_id`, or for the
-        session in the file. Steps in flight finish first; others wait.
+        session in the file; `cache_salt` is that of the session's requests. Steps in flight finish
+        first; others wait.
 
         Raises ForeignFileError, NoRoomError, OSError, NotRunningError.
         """
@@ -355,7 +358,7 @@ class Scheduler:
             name = session_id or saved.metadata.get(SESSION_KEY)
             if not name:
                 raise ForeignFileError(f"{path.name} names no session")
-            entry = self._core.begin_import(saved)
+            entry = self._core.begin_import(saved, cache_salt)
             try:
                 await self._settle()
                 if not entry.ready:

@@ -1,14 +1,12 @@
-"""KV pages: who holds which, and who has been promised how many.
+"""KV pages: who holds which.
 
 Pages are counted by reference. A *row* holds the pages of its table, a prefix *entry* those of its
 tokens; a page is free when nobody holds it. Two rows hold the same page only below the boundary
 from which one of them started, where neither writes.
 
-Admission: a row starts only when pages for its whole worst case (prompt plus max_tokens, never more
-than the context) can be *reserved*, the pages it shares not counted. So a running row never waits
-for memory and nothing has to be preempted. Pages are physically assigned as the row grows, out of
-its reservation; what it did not need goes back when it is freed. Pages that entries alone hold
-(*cached*) count as used; `PrefixCache` gives them up when a row needs them.
+Nothing is promised: a row takes pages as it grows. What happens when there are none is
+`scheduler.preemption`'s business. Pages that entries alone hold (*cached*) count as used;
+`PrefixCache` gives them up when a row needs them.
 
 Page ids are 1 … pages. `NULL_PAGE` (0) pads tables and is never handed out.
 """
@@ -36,9 +34,6 @@ class PagePool:
         """Most pages ever in use at once."""
         self._free = list(range(pages, 0, -1))
         self._owned: dict[int, list[int]] = {}
-        self._promised: dict[int, int] = {}
-        """Per owner: pages reserved and not yet assigned."""
-        self._promised_sum = 0
         self._rows: NDArray[np.int32] = np.zeros(pages + 1, dtype=np.int32)
         """[page]: rows that hold it."""
         self._entries: NDArray[np.int32] = np.zeros(pages + 1, dtype=np.int32)
@@ -57,46 +52,37 @@ class PagePool:
         return self.used - self._with_rows
 
     @property
-    def reserved(self) -> int:
-        """Pages held or promised: what admission counts."""
-        return self.used + self._promised_sum
+    def unused(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
 
-    def can_reserve(self, count: int) -> bool:
-        return self.reserved + count <= self.total
-
-    def reserve(self, owner: int, count: int, shared: Sequence[int] = ()) -> None:
-        """Promise `count` pages to a new owner, whose first pages are `shared`, held by an entry.
-        Only after `can_reserve`."""
-        if owner in self._owned or not self.can_reserve(count):
-            raise IntegrityError(f"cannot reserve {count} pages for row {owner}")
+    def open(self, owner: int, shared: Sequence[int] = ()) -> None:
+        """A new owner, whose first pages are `shared`, held by an entry."""
+        if owner in self._owned:
+            raise IntegrityError(f"row {owner} owns pages already")
         self._owned[owner] = list(shared)
-        self._promised[owner] = count
-        self._promised_sum += count
         if shared:
             pages = np.asarray(shared)
             self._with_rows += int(np.count_nonzero(self._rows[pages] == 0))
             self._rows[pages] += 1
 
-    def can_allocate(self, owner: int, count: int) -> bool:
-        return 0 <= count <= self._promised.get(owner, 0)
+    def can_allocate(self, count: int) -> bool:
+        return 0 <= count <= len(self._free)
 
     def allocate(self, owner: int, count: int) -> list[int]:
-        """Assign `count` of the promised pages. Only after `can_allocate`."""
-        if not self.can_allocate(owner, count):
-            raise IntegrityError(f"row {owner} asks for {count} pages beyond its reservation")
+        """Give `count` free pages to `owner`. Only after `can_allocate`."""
+        if not self.can_allocate(count) or owner not in self._owned:
+            raise IntegrityError(f"row {owner} asks for {count} pages; {len(self._free)} are free")
         pages = self._take(count)
         for page in pages:
             self._rows[page] = 1
         self._with_rows += count
         self._owned[owner] += pages
-        self._promised[owner] -= count
-        self._promised_sum -= count
         return pages
 
     def free(self, owner: int) -> None:
-        """Take back all promises of `owner`, and those of its pages that nobody else holds."""
+        """`owner` holds its pages no longer; those that nobody else holds are free."""
         pages = np.asarray(self._owned.pop(owner)[::-1], dtype=np.int32)
-        self._promised_sum -= self._promised.pop(owner)
         self._rows[pages] -= 1
         left = pages[self._rows[pages] == 0]
         self._with_rows -= len(left)
@@ -115,8 +101,8 @@ class PagePool:
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Free pages for an entry that comes from no row and is about to `hold` them. Only after
-        `can_reserve`."""
-        if not self.can_reserve(count):
+        `can_allocate`."""
+        if not self.can_allocate(count):
             raise IntegrityError(f"cannot take {count} pages")
         return np.asarray(self._take(count), dtype=np.int32)
 
@@ -129,6 +115,13 @@ class PagePool:
         """How many of an entry's pages dropping it would free."""
         return int(np.count_nonzero((self._rows[pages] == 0) & (self._entries[pages] == 1)))
 
+    def only_of(self, owners: Iterable[int]) -> int:
+        """Pages that no row but these holds: without them they are free, or cached."""
+        held = np.zeros_like(self._rows)
+        for owner in owners:
+            held[self._owned[owner]] += 1
+        return int(np.count_nonzero((held > 0) & (held == self._rows)))
+
     def _take(self, count: int) -> list[int]:
         pages = [self._free.pop() for _ in range(count)]
         self.peak = max(self.peak, self.used)
@@ -140,10 +133,9 @@ class PagePool:
 
     def integrity(self, owners: Iterable[int], entries: Iterable[NDArray[np.int32]] = ()) -> None:
         """Every page is free, or held by exactly as many of `owners` and `entries` (the pages of
-        each) as is counted, and no promise exceeds the pool. Raises IntegrityError.
+        each) as is counted. Raises IntegrityError.
         """
         _check(set(self._owned) == set(owners), "page owners are not the rows")
-        _check(set(self._promised) == set(self._owned), "a promise without an owner")
         rows, cached = np.zeros_like(self._rows), np.zeros_like(self._entries)
         for owned in self._owned.values():
             _check(len(set(owned)) == len(owned), "a row holds a page twice")
@@ -156,9 +148,6 @@ class PagePool:
         every = list(range(1, self.total + 1))
         _check(sorted(held + self._free) == every, "a page is lost or held twice")
         _check(self._with_rows == np.count_nonzero(rows), "pages with rows are miscounted")
-        _check(self._promised_sum == sum(self._promised.values()), "sum of promises is off")
-        _check(min(self._promised.values(), default=0) >= 0, "a negative promise")
-        _check(self.reserved <= self.total, "more pages promised than there are")
 
 
 class PageTables:

@@ -7,12 +7,13 @@ where its state was saved. Policy (which points to keep) is `scheduler.prefill`'
 
 Index: a hash per whole page, chained (SHA-256 of the hash before it and the page's token ids), so
 one look-up per page finds the longest candidates; tokens are compared before an entry is used, so
-equal hashes alone never give a request somebody else's prefix.
+equal hashes alone never give a request somebody else's prefix. A salt begins the chain: entries are
+found only by requests of the same salt.
 
 Eviction is LRU in three classes. Entries that nobody is promised go first; then ends that a session
-pins (sessions are a cache with better manners, not a reservation); and, when no row runs, so that
-nothing else can make room, those that queued requests of a group wait for. An entry that the plan
-being made restores or has made is never evicted by it.
+pins (sessions are a cache with better manners, not a reservation); and, when no row runs or one
+would have to be preempted, those that queued requests of a group wait for. An entry that the plan
+being made restores or has a chunk save is never evicted by it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from scheduler.kv_events import KvEventLog, Removed, Stored, chain, live_chains
 from scheduler.pages import IntegrityError, PagePool
 
 ROOT = b""
-"""Chained hash of no page at all."""
+"""Chained hash of no page at all, of requests without a salt."""
 
 Tokens = NDArray[np.int32]
 
@@ -91,6 +92,11 @@ def page_hashes(tokens: Tokens, page_size: int, known: Sequence[bytes] = (ROOT,)
     return hashes
 
 
+def root(salt: str) -> list[bytes]:
+    """The hash of no page at all, of requests with this salt: what their chains begin with."""
+    return [sha256(salt.encode()).digest() if salt else ROOT]
+
+
 class PrefixCache:
     """All entries of one engine. Knows pages and boundaries, not requests."""
 
@@ -127,8 +133,16 @@ class PrefixCache:
 
     # --- look ------------------------------------------------------------------------------------
 
-    def hashes(self, tokens: Tokens) -> list[bytes]:
-        return page_hashes(tokens, self._page_size)
+    def hashes(self, tokens: Tokens, known: Sequence[bytes]) -> list[bytes]:
+        """As `page_hashes`; `known` begins with the `root` of some salt."""
+        return page_hashes(tokens, self._page_size, known)
+
+    def holds(self, boundary: int) -> bool:
+        """It has not been evicted."""
+        return boundary in self._entries
+
+    def get(self, boundary: int) -> Entry | None:
+        return self._entries.get(boundary)
 
     def match(self, prompt: Tokens, hashes: Sequence[bytes], *, mtp: bool) -> Entry | None:
         """The longest entry that is a proper prefix of `prompt`; the last token is always left to
@@ -158,7 +172,7 @@ class PrefixCache:
         """Tokens that `prompt` has in common with the entry it has most in common with."""
         if not self._entries:
             return 0
-        candidates = self._entries
+        candidates = {b: e for b, e in self._entries.items() if e.hashes[0] == hashes[0]}
         whole = 0
         for pages in range(len(hashes) - 1, 0, -1):
             if under := self._under.get(hashes[pages]):
@@ -213,7 +227,8 @@ class PrefixCache:
             self._under.setdefault(chained, {})[entry.boundary] = entry
         if known + 1 < len(entry.hashes):
             self.events.record(chain(entry.hashes, tokens, known, self._page_size))
-        self.use(entry)
+        if not ready:
+            self.use(entry)
         return entry
 
     def use(self, entry: Entry) -> None:
@@ -258,24 +273,34 @@ class PrefixCache:
                     return True
         return False
 
-    def make_room(self, pages: int, *, spare: Entry | None, most: Yield) -> bool:
-        """Have `pages` pages to reserve, evicting entries other than `spare` if need be. Evicts
-        nothing when that would not be enough."""
-        short = self._pool.reserved + pages - self._pool.total
+    def can_make_room(
+        self, pages: int, *, spare: Entry | None = None, most: Yield, margin: int = 0
+    ) -> bool:
+        """Whether `pages` pages, and `margin` more that stay free or evictable, can be had by
+        evicting entries other than `spare`."""
+        short = pages + margin - self._pool.unused
         if short <= 0:
             return True
-        if short > self._pool.cached or short > self._evictable(spare, most):
+        return short <= self._pool.cached and short <= self.evictable(most, spare=spare)
+
+    def make_room(
+        self, pages: int, *, spare: Entry | None = None, most: Yield, margin: int = 0
+    ) -> bool:
+        """Have `pages` free pages, evicting entries if need be. Evicts nothing unless
+        `can_make_room`."""
+        if not self.can_make_room(pages, spare=spare, most=most, margin=margin):
             return False
-        while not self._pool.can_reserve(pages):
+        while not self._pool.can_allocate(pages):
             self.evict(self._victim(spare, most), "pages")
         return True
 
-    def _evictable(self, spare: Entry | None, most: Yield) -> int:
-        """Pages that evicting all one may evict would free."""
+    def evictable(self, most: Yield, *, spare: Entry | None = None, busy: bool = False) -> int:
+        """Pages that evicting all one may evict would free. `busy`: what the plan being made uses
+        counts as well."""
         stay = [
             self._pool.idle(entry.pages)
             for entry in self._entries.values()
-            if entry is spare or entry.busy or entry.standing > most
+            if entry is spare or (entry.busy and not busy) or entry.standing > most
         ]
         return self._pool.cached - (len(np.unique(np.concatenate(stay))) if stay else 0)
 

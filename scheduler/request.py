@@ -64,8 +64,9 @@ class GenerationRequest:
     """Most drafts per cycle, >= 0; None leaves it to the server, 0 turns speculation off. More than
     the server offers means what it offers."""
     deadline: float | None = None
-    """In seconds of the scheduler's clock. One that has passed is accepted and ends with DEADLINE
-    before anything runs."""
+    """In seconds of the scheduler's clock. A request that would not start before it, by what was
+    measured, is refused. One that has passed is accepted and ends with DEADLINE before anything
+    runs."""
     min_tokens: int = 0
     """No stop id is drawn before this many tokens, 0 … max_tokens."""
     logprobs: int | None = None
@@ -83,6 +84,9 @@ class GenerationRequest:
     tenant: str = ""
     """On whose account its tokens go: fair share and limits are per tenant. "" is everybody who
     names none."""
+    cache_salt: str = ""
+    """Requests with different salts share no prefix, and none can tell from its own time what
+    another has sent. "" is a salt like any other."""
     group: str | None = None
     """Requests of one group have the same prompt (parallel samples): the first one's prefill is
     shared, and the others wait for it. None: no group."""
@@ -148,16 +152,31 @@ class SubmitError(Exception):
     """A request was not accepted; nothing of it remains in the scheduler."""
 
 
+class Refusal(StrEnum):
+    """Why a request that could run here may not wait now. Stable names."""
+
+    MAX_QUEUE = "max_queue"
+    """As many requests wait as may."""
+    MAX_QUEUED_TOKENS = "max_queued_tokens"
+    """Its prompt does not fit beside those that wait."""
+    TENANT_QUEUED_TOKENS = "tenant_queued_tokens"
+    """The same, of its tenant's own limit."""
+    DEADLINE = "deadline"
+    """It would not start before its deadline."""
+
+
 @dataclass(eq=False)
 class QueueFullError(SubmitError):
     """Refused at the door; the client may try again after `retry_after_s`."""
 
+    reason: Refusal
     limit: str
     """Which bound was hit, e.g. 'max_queue (64 requests)'."""
     retry_after_s: float
 
     def __str__(self) -> str:
-        return f"queue is full: {self.limit}; retry in {self.retry_after_s:.1f} s"
+        what = "too late" if self.reason is Refusal.DEADLINE else "queue is full"
+        return f"{what}: {self.limit}; retry in {self.retry_after_s:.1f} s"
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.plan import MAX_DEPTH, RowResult, StepPlan, StepResult
-from scheduler.request import FinishReason
-from scheduler.sequence import per_position
+from scheduler.request import FinishReason, Priority
+from scheduler.sequence import Preempted, per_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,7 @@ class Statistics:
     """Started requests that have not ended, prefilling and paused ones included."""
     prefilling: int
     prefilling_tokens: int
-    """Prompt tokens of running requests without a first token yet, those from a saved prefix not
-    counted."""
+    """Prompt tokens that running requests have still to hand to the engine."""
     paused: int
     """Running requests whose reader does not keep up."""
     guided_rows: int
@@ -42,8 +41,6 @@ class Statistics:
     """Distinct pages held by rows or prefix entries."""
     pages_cached: int
     """Pages held by prefix entries only: given up when a row needs them."""
-    pages_reserved: int
-    """Used, or promised to running requests."""
     pages_peak: int
     entries: int
     """Prefixes kept."""
@@ -62,13 +59,22 @@ class Statistics:
     """Smoothed device seconds per step."""
     step_times: Mapping[tuple[int, int], float]
     """Seconds per (batch bucket, depth) the depth controller believes in."""
+    queued_by_class: Mapping[Priority, int]
+    """By the class they came with; all classes."""
+    oldest_wait_by_class: Mapping[Priority, float]
+    """Seconds since the oldest of them came; 0 where nobody waits."""
     oldest_wait_s: float
-    """How long the head of the queue has waited."""
+    """The longest of these."""
+    served: Mapping[str, int]
+    """Tokens served, prompt tokens that were prefilled and generated ones, by tenant: those with a
+    policy of their own, and "other"."""
+    preempted_waiting: int
+    """Requests in the queue that have run before."""
 
     submitted: int
     """Requests accepted."""
     refused: Mapping[str, int]
-    """By reason: max_queue, max_queued_tokens, invalid, not_running."""
+    """By reason: those of `Refusal`, invalid, not_running."""
     finished: Mapping[FinishReason, int]
     prompt_tokens: int
     """Prompt tokens prefilled."""
@@ -99,6 +105,14 @@ class Statistics:
     """Sums of the `StepResult` fields of the same names."""
     gap_s: float
     """The same, where there was a step before to be idle after."""
+    mixed_step_error: float
+    """Smoothed |estimated - actual| / actual seconds of steps with both chunks and a cycle."""
+    gap_exceeded: int
+    """Steps with a decode cycle that took longer than `max_token_gap_s`."""
+    contended_s: float
+    """Seconds of steps in which a row decoded and a prompt could run, with `max_token_gap_s`."""
+    contended_prefill_s: float
+    """Those of them that prompts took, as estimated: their share is to be `prefill_share`."""
     prefix_lookups: int
     """Started requests that might have begun with a saved prefix."""
     prefix_hits: int
@@ -108,6 +122,10 @@ class Statistics:
     evictions: Mapping[str, int]
     """Prefix entries evicted, by cause: pages or boundaries (somebody needed them), fault (the row
     that left it broke), import (a file's prefix needed room), flush, engine_failed."""
+    preemptions: Mapping[str, int]
+    """By cause: pages (a row that goes first could not grow), priority (a higher class waited)."""
+    recomputed_tokens: int
+    """Positions that were computed again, or are about to be, after preemptions."""
     sessions_ended: Mapping[str, int]
     """Pins that ended before their client said so, by cause: ttl, max_sessions, or that of an
     eviction."""
@@ -160,6 +178,7 @@ class Meter:
         self.build_s = self.wait_s = self.device_s = self.gap_s = 0.0
         self.tokens_per_request = 0.0
         """Smoothed completion tokens per finished request."""
+        self.preempted: Counter[Preempted] = Counter()
         self.generated = Rate(window_s)
         self.prefilled = Rate(window_s)
         self._drafted = [0] * (MAX_DEPTH + 1)
@@ -232,6 +251,7 @@ class Meter:
             "wait_s": self.wait_s,
             "device_s": self.device_s,
             "gap_s": self.gap_s,
+            "preemptions": {cause.value: self.preempted[cause] for cause in Preempted},
             "guided_cycles": self.guided_cycles,
             "guided_row_cycles": self.guided_row_cycles,
         }

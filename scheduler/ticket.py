@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.plan import PrefillChunk, RowResult
+from scheduler.pace import Load
 from scheduler.prefix import Entry
 from scheduler.sequence import Sequence
 
@@ -28,6 +29,19 @@ class Ticket:
     """Entries that chunks of this step save."""
     decode: Cohort = field(default_factory=Cohort)
     guided: Cohort = field(default_factory=Cohort)
+    load: Load | None = None
+    """What it is estimated to take, when that is to be compared."""
+
+    @property
+    def decodes(self) -> bool:
+        return bool(self.decode.rows or self.guided.rows)
+
+    @property
+    def shapes(self) -> list[tuple[str, int, int]]:
+        """What an engine may compile for."""
+        cohorts = (("decode", self.decode), ("guided", self.guided))
+        found = [(kind, len(c.rows), c.depth) for kind, c in cohorts if c.rows]
+        return found + [("chunk", len(chunk.tokens), 0) for _, chunk in self.chunks]
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,6 +82,6 @@ def chunk_breach(sequence: Sequence, chunk: PrefillChunk, row: RowResult | None)
     if row is not None and row.prompt_logprobs is not None:
         given = len(row.prompt_logprobs.chosen)
     wanted = len(chunk.tokens) - (chunk.start == 0)
-    if sequence.request.prompt_logprobs is not None and given != wanted:
+    if sequence.prompt_logprobs_asked is not None and given != wanted:
         return f"{given} prompt log probabilities for {wanted} positions"
     return None

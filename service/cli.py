@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
+from service import options
+from service.admin_cli import admin_app, token_app
+
 if TYPE_CHECKING:
     from service.config import ServiceConfig
 
@@ -19,29 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-T = TypeVar("T")
+app.add_typer(admin_app, name="admin")
+app.add_typer(token_app, name="token")
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Checkpoint directory or Hugging Face id; the bundled model when absent."),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-MaxRows = Annotated[int, typer.Option(help="Sequences that decode together, 1 … 256.")]
-KvMemory = Annotated[
-    str | None, typer.Option(help="Memory for the KV cache, e.g. 512MiB; automatic when absent.")
-]
-Context = Annotated[
-    int | None, typer.Option(help="Most tokens of prompt plus output; the model's when absent.")
-]
-DepthOption = Annotated[str, typer.Option(help="Drafts per cycle: auto, or 0 … 8; 0 is off.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Blas = Annotated[str, typer.Option(help="Linux CPU: auto (OpenBLAS when there) or reference.")]
-Weights = Annotated[str, typer.Option(help="Quantised weights: auto, keep or dequantize.")]
-Gate = Annotated[
-    str, typer.Option(help="Check of the MTP head at load: auto, or off to trust it unmeasured.")
-]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
+T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -67,58 +51,48 @@ def common(
 
 @app.command()
 def serve(
-    model: Model = None,
-    revision: Revision = None,
-    host: Host = "127.0.0.1",
+    model: options.Model = None,
+    revision: options.Revision = None,
+    host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 50051,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = 9464,
     metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
-    gateway: Annotated[
-        bool, typer.Option(help="Speak the gateway's protocol on the gRPC port as well.")
-    ] = True,
-    max_rows: MaxRows = 16,
+    gateway: options.Gateway = True,
+    metrics_host: options.MetricsHost = None,
+    insecure: options.Insecure = False,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_client_ca: options.TlsClientCa = None,
+    tokens: options.TokensFile = None,
+    session_dir: options.SessionDir = None,
+    share_prefixes: options.SharePrefixes = False,
+    reflection: options.Reflection = True,
+    check: options.Check = False,
+    max_rows: options.MaxRows = 16,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
-    kv_memory: KvMemory = None,
-    prefix_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for saved prefixes, e.g. 1GiB, 0 for none; automatic if absent."),
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Start requests from prefixes that earlier ones left.")
-    ] = True,
-    session_ttl: Annotated[
-        float, typer.Option(help="Seconds for which an unused session keeps its prefix.")
-    ] = 600.0,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Run every cycle at one shape: no row's result depends on its neighbours. Slow.",
-        ),
-    ] = False,
-    context: Context = None,
-    depth: DepthOption = "auto",
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Prompt tokens per step; 64 on a CPU, 256 on a GPU.")
-    ] = None,
-    default_max_tokens: Annotated[
-        int, typer.Option(help="max_tokens of requests that name none.")
-    ] = 4096,
-    drain_seconds: Annotated[
-        float, typer.Option(help="Time to finish running requests after SIGTERM.")
-    ] = 30.0,
-    log_format: LogFormatOption = "pretty",
-    cost_table: Annotated[
-        str, typer.Option(help="Measured costs for --depth auto: a file of tune's, auto or off.")
-    ] = "auto",
+    tenants: options.Tenants = None,
+    kv_memory: options.KvMemory = None,
+    prefix_memory: options.PrefixMemory = None,
+    prefix_cache: options.PrefixCache = True,
+    session_ttl: options.SessionTtl = 600.0,
+    deterministic: options.Deterministic = False,
+    context: options.Context = None,
+    depth: options.DepthOption = "auto",
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
+    prefill_chunk: options.PrefillChunk = None,
+    max_token_gap: options.MaxTokenGap = None,
+    prefill_share: options.PrefillShare = 0.25,
+    default_max_tokens: options.DefaultMaxTokens = 4096,
+    drain_seconds: options.DrainSeconds = 30.0,
+    log_format: options.LogFormatOption = "pretty",
+    cost_table: options.CostTable = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
     from service import console, launch, logs
-    from service.config import RequestLimits, ServerConfig
+    from service.config import RequestLimits, ServerConfig, parse_seconds
 
     settings = _config(
         model=model,
@@ -128,7 +102,13 @@ def serve(
         kv_memory=kv_memory,
         prefix_memory=prefix_memory if prefix_cache else prefix_memory or "0",
         deterministic=deterministic,
-        reuse={"prefix_cache": prefix_cache, "session_ttl_s": session_ttl},
+        policy={
+            "prefix_cache": prefix_cache,
+            "session_ttl_s": session_ttl,
+            "max_token_gap_s": None if max_token_gap is None else parse_seconds(max_token_gap),
+            "prefill_share": prefill_share,
+            **_tenants(tenants),
+        },
         context=context,
         depth=depth,
         dtype=dtype,
@@ -144,11 +124,25 @@ def serve(
             port=port,
             metrics_port=metrics_port if metrics else None,
             gateway=gateway,
+            metrics_host=metrics_host,
+            insecure=insecure,
             drain_s=drain_seconds,
         ),
+        security=options.security_config(
+            *(tls_cert, tls_key, tls_client_ca),
+            tokens=tokens,
+            session_dir=session_dir,
+            share_prefixes_between_tenants=share_prefixes,
+            open_reflection=reflection,
+        ),
+        download=not check,
     )
     logger = logs.make_logger(settings.log_format)
     logs.capture_stdlib(logger)
+    if check:
+        from service.check import run_check
+
+        raise typer.Exit(run_check(settings, logger))
     progress = console.LoadProgress()
     try:
         code = launch.serve(settings, logger, progress, lambda _: progress.close())
@@ -162,14 +156,14 @@ def run_gateway(
     worker: Annotated[
         list[str] | None, typer.Option(help="host:port of a server; may be repeated.")
     ] = None,
-    host: Host = "127.0.0.1",
+    host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port.")] = 30000,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port of the gateway.")] = 29000,
     policy: Annotated[str, typer.Option(help="How smg chooses a worker.")] = "cache_aware",
     wait: Annotated[
         float, typer.Option(help="Seconds in which all workers must be serving.")
     ] = 300.0,
-    options: Annotated[
+    further: Annotated[
         list[str] | None, typer.Argument(help="After --: further options of `smg launch`.")
     ] = None,
 ) -> None:
@@ -184,7 +178,7 @@ def run_gateway(
             metrics_port=metrics_port,
             policy=policy,
             wait_s=wait,
-            options=tuple(options or ()),
+            options=tuple(further or ()),
         )
     )
 
@@ -208,35 +202,32 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="In [-2, 2].")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Texts to generate, 1 … 16.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Show log probabilities, with this many alternatives.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the text must satisfy.")
-    ] = None,
+    logprobs: options.Logprobs = None,
+    json_schema: options.JsonSchema = None,
     regex: Annotated[str | None, typer.Option(help="Expression that must match the text.")] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="File with a Lark grammar of the text.")
-    ] = None,
-    session_id: Annotated[
-        str | None, typer.Option(help="Conversation that the server keeps a prefix of.")
-    ] = None,
-    speculation: Annotated[
-        str, typer.Option(help="How drafts are verified: auto, coupled, rejection or off.")
-    ] = "auto",
-    depth: DepthOption = "auto",
+    grammar: options.Grammar = None,
+    session_id: options.SessionId = None,
+    speculation: options.Speculation = "auto",
+    depth: options.DepthOption = "auto",
+    priority: options.PriorityOption = "default",
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
-    model: Model = None,
-    revision: Revision = None,
-    kv_memory: KvMemory = None,
-    context: Context = None,
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
+    tls: options.UseTls = False,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.ClientCert = None,
+    tls_key: options.ClientKey = None,
+    token_file: options.TokenFile = None,
+    insecure_token: options.InsecureToken = False,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    kv_memory: options.KvMemory = None,
+    context: options.Context = None,
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
-    from selfdraft.client import SpeculationMode
+    from selfdraft.client import Priority, SpeculationMode
 
     from service.oneshot import Ask, generate_at, generate_here
 
@@ -264,12 +255,16 @@ def generate(
         speculation=_choice("--speculation", speculation, SpeculationMode),
         max_depth=None if depth == "auto" else _depth(depth),
         timeout=timeout,
+        priority=_choice("--priority", priority, Priority),
     )
     here = {"model": model, "revision": revision, "kv-memory": kv_memory, "context": context}
     if target is not None:
         if given := [f"--{name}" for name, value in here.items() if value is not None]:
             raise UsageError(f"{', '.join(given)}: the server at --target decides that")
-        generate_at(target, ask)
+        reach = options.client_options(
+            *(tls, tls_ca, tls_cert, tls_key), token_file=token_file, insecure_token=insecure_token
+        )
+        generate_at(target, ask, reach)
         return
     settings = _config(
         model=model,
@@ -289,7 +284,7 @@ def generate(
 @app.command()
 def inspect(
     model: Annotated[str | None, typer.Argument(help="Directory or hub id.")] = None,
-    revision: Revision = None,
+    revision: options.Revision = None,
 ) -> None:
     """Show what a checkpoint holds and whether it can run; exit code 1 when it cannot."""
     from engine.inspect import inspect_model
@@ -302,8 +297,8 @@ def inspect(
 
 @app.command()
 def tune(
-    model: Model = None,
-    revision: Revision = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
     rows: Annotated[str, typer.Option(help="Batch sizes to measure, e.g. 1,2,4.")] = "1,2,4,8,16",
     depths: Annotated[str, typer.Option(help="Depths to measure, e.g. 0..8.")] = "0..8",
     seconds: Annotated[float, typer.Option(help="Time to measure for, about.")] = 60.0,
@@ -311,11 +306,11 @@ def tune(
     output: Annotated[
         Path | None, typer.Option(help="File to write; the user's cache for serve when absent.")
     ] = None,
-    kv_memory: KvMemory = None,
-    dtype: Dtype = "auto",
-    blas: Blas = "auto",
-    weights: Weights = "auto",
-    mtp_gate: Gate = "auto",
+    kv_memory: options.KvMemory = None,
+    dtype: options.Dtype = "auto",
+    blas: options.Blas = "auto",
+    weights: options.Weights = "auto",
+    mtp_gate: options.Gate = "auto",
 ) -> None:
     """Measure what decode cycles cost here, for serve to choose its depth by."""
     from engine.config import MAX_ROWS
@@ -347,9 +342,65 @@ def tune(
     )
 
 
+@app.command("simulate")
+def simulate_command(
+    scenario: Annotated[
+        list[Path] | None,
+        typer.Option(help="TOML file, as in deploy/simulate; repeat it to merge several."),
+    ] = None,
+    machines: Annotated[int | None, typer.Option(help="Machines of the fleet.")] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(help="round-robin, least-loaded, session-hash or prefix-aware."),
+    ] = None,
+    users: Annotated[int | None, typer.Option(help="Chat users, a closed loop.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, an open loop.")] = None,
+    process: Annotated[str | None, typer.Option(help="poisson, bursts or diurnal.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of arrival_s, prompt_tokens, output_tokens and more."),
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds in which requests come.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Seconds of them not reported.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run.")] = None,
+    cost_table: Annotated[
+        Path | None, typer.Option(help="What cycles cost, as selfdraft tune wrote it.")
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Prompt tokens per second of one machine.")
+    ] = None,
+    find: Annotated[
+        bool, typer.Option("--find-machines", help="The fewest machines that are enough.")
+    ] = False,
+    most: Annotated[int, typer.Option(help="Most machines that --find-machines tries.")] = 256,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw (extra: plot).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Simulate a load on machines of given costs, with the real scheduler on a virtual clock."""
+    from service.simulate import plan_of, run_simulate
+
+    if prefill_rate is not None and not 0 < prefill_rate < float("inf"):
+        raise UsageError(f"--prefill-rate: must be finite and > 0, not {prefill_rate}")
+    options: dict[str, object] = {
+        "fleet.machines": machines,
+        "fleet.routing": routing,
+        "load.users": users,
+        "load.rate": rate,
+        "load.process": process,
+        "load.trace": None if trace is None else str(trace),
+        "run.duration_s": duration,
+        "run.warmup_s": warmup,
+        "run.seed": seed,
+        "machine.costs.cost_table": None if cost_table is None else str(cost_table),
+        "machine.costs.token_s": None if prefill_rate is None else 1 / prefill_rate,
+    }
+    plan = plan_of(scenario or [], options)
+    run_simulate(plan, as_json=as_json, image=plot, find=find, most=most)
+
+
 @app.command()
 def demo(
-    model: Model = None,
+    model: options.Model = None,
     sessions: Annotated[int, typer.Option(min=1, max=64, help="Concurrent sessions.")] = 8,
     compare: Annotated[bool, typer.Option(help="Run once more without drafts.")] = True,
 ) -> None:
@@ -375,11 +426,12 @@ def _config(
     prefill_chunk: int | None = None,
     prefix_memory: str | None = None,
     deterministic: bool = False,
-    reuse: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
     log_format: str = "pretty",
+    download: bool = True,
     **parts: Any,
 ) -> ServiceConfig:
-    """The options as one checked config; `reuse` is the scheduler's. Raises UsageError,
+    """The options as one checked config; `policy` is the scheduler's. Raises UsageError,
     SettingError, ConfigError and ModelNotFoundError."""
     from engine.config import (
         BlasChoice,
@@ -400,7 +452,7 @@ def _config(
             max_rows=max_rows,
             prefill_chunk=prefill_chunk,
             depth="auto" if fixed is None else fixed,
-            **(reuse or {}),
+            **(policy or {}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -420,7 +472,12 @@ def _config(
     }
     EngineConfig(model=path, **engine).validate()  # before minutes of downloading
     shape = _choice("--log-format", log_format, LogFormat)
-    path = models.resolve(model, revision=revision)
+    try:
+        path = models.resolve(model, revision=revision, download=download)
+    except models.ModelNotFoundError as error:
+        if download:
+            raise
+        raise UsageError(str(error)) from error  # a check finds faults of the configuration
     return ServiceConfig(
         engine=EngineConfig(model=path, **engine),
         scheduler=scheduler,
@@ -435,6 +492,13 @@ def _or_none(size: str) -> int:
     from service.config import parse_bytes
 
     return 0 if size.strip() == "0" else parse_bytes(size)
+
+
+def _tenants(path: Path | None) -> dict[str, Any]:
+    """The scheduler's settings for tenants. Raises UsageError and SettingError."""
+    from service.tenant import read_tenants
+
+    return {} if path is None else read_tenants(_read("--tenants", path))
 
 
 def _depth(text: str) -> int:
@@ -483,10 +547,11 @@ def _expected(error: Exception) -> ExitCode | None:
     from service.costs import CostTableError
     from service.gateway.launch import GatewayError
     from service.models import ModelNotFoundError
+    from service.reload import FileError
     from service.server import BindError
     from service.text.tokenizer import TokenizerError
 
-    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError):
+    if isinstance(error, UsageError | ConfigError | SettingError | CostTableError | FileError):
         return 2
     known = (
         *(EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError),

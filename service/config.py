@@ -76,12 +76,22 @@ class RequestLimits:
     max_text_chars: int = 4_000_000
     """Characters of a text or chat input. Longer ones are refused before they are tokenized."""
 
+    max_messages: int = 4096
+    """Messages of a chat: each costs the template work, empty or not."""
+
+    max_role_chars: int = 64
+    """Characters of a message's role."""
+
+    max_template_bytes: int = 65_536
+    """Bytes of the further variables a request gives the chat template."""
+
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
     """Bounds on a JSON schema, regular expression or grammar, and on compiling it."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
-        _at_least(self, 1, "max_n")
+        _at_least(self, 1, "max_n", "max_messages", "max_role_chars")
+        _at_least(self, 0, "max_template_bytes")
         _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
         if self.max_stop_ids > MAX_STOP_IDS:
             raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")
@@ -92,19 +102,31 @@ class ServerConfig:
     """The network side."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Loopback by default: there is no authentication yet."""
+    """Address to listen on, or a name of one. Beyond loopback it needs TLS or `insecure`."""
+
+    insecure: bool = False
+    """Listen in plain text where other machines reach it: on a trusted network, or behind a proxy
+    that encrypts. Never the default, because prompts and tokens would travel readable."""
 
     port: int = 50051
     """gRPC port; 0 takes a free one, which the server reports."""
 
     metrics_port: int | None = 9464
-    """Port of the Prometheus endpoint on the same host; 0 takes a free one, None serves none."""
+    """Port of the Prometheus endpoint; 0 takes a free one, None serves none."""
+
+    metrics_host: str | None = None
+    """Address of the Prometheus endpoint, which is plain HTTP with numbers and the model's name,
+    never prompts. None: that of gRPC where it is loopback or `insecure`, else 127.0.0.1."""
 
     gateway: bool = True
     """Speak the Shepherd Model Gateway's protocol on the gRPC port as well."""
 
     max_concurrent_rpcs: int = 1024
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
+
+    max_open_calls: int = 128
+    """Health watches and reflection streams at once. They need no token, so strangers could
+    otherwise take up all of `max_concurrent_rpcs`."""
 
     max_message_bytes: int = 16 * 1024 * 1024
     """Largest message in either direction, in bytes."""
@@ -142,7 +164,9 @@ class ServerConfig:
                 raise SettingError(name, "must be in 0 … 65535")
         if not self.host:
             raise SettingError("host", "must not be empty")
-        _at_least(self, 1, "max_concurrent_rpcs")
+        if self.metrics_host == "":
+            raise SettingError("metrics_host", "must not be empty")
+        _at_least(self, 1, "max_concurrent_rpcs", "max_open_calls")
         _at_least(self, 1024, "max_message_bytes")
         _positive(self, "min_ping_interval_s", "keepalive_s", "keepalive_timeout_s")
         _positive(self, "max_connection_age_grace_s", "write_timeout_s", "retry_after_s")
@@ -173,6 +197,47 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files of the gRPC port. Read again when they change."""
+
+    cert: Path
+    """The server's certificate, then those between it and its root."""
+    key: Path
+    """Its private key, without a password."""
+    client_ca: Path | None = None
+    """Roots of client certificates: with them a client must show one (mTLS)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityConfig:
+    """Who may do what."""
+
+    tls: TlsFiles | None = None
+    """None: plain text, which only loopback may have without `ServerConfig.insecure`."""
+
+    tokens: Path | None = None
+    """TOML file of bearer tokens' hashes (see `service.tokens`). None: whoever reaches the port may
+    generate, all as one tenant."""
+
+    open_reflection: bool = True
+    """Answer grpc.reflection without a token: the API is public, and tools need it before a call
+    can be made. Health checks are always open."""
+
+    share_prefixes_between_tenants: bool = False
+    """Let a tenant start from a prefix that another one left. Off, because time to first token
+    tells whether somebody else has sent the same beginning; on, a system prompt that all have in
+    common is computed once. Without `tokens` there is one tenant, and nothing to keep apart."""
+
+    session_dir: Path | None = None
+    """Folder for sessions that an admin exports and imports by name; None turns both off. One
+    server writes to it."""
+
+    def cache_salt(self, tenant: str) -> str:
+        """What keeps a tenant's prefixes apart from others' (`GenerationRequest.cache_salt`)."""
+        return "" if self.share_prefixes_between_tenants else tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """One server, whole."""
 
@@ -180,6 +245,7 @@ class ServiceConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     log_format: LogFormat = "pretty"
     cost_table: Literal["auto", "off"] | Path = "off"
     """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,
@@ -192,6 +258,8 @@ class ServiceConfig:
             raise SettingError("log_format", "must be 'json' or 'pretty'")
         if not isinstance(self.cost_table, Path) and self.cost_table not in ("auto", "off"):
             raise SettingError("cost_table", "must be 'auto', 'off' or a Path")
+        if self.engine.deterministic and self.scheduler.max_token_gap_s is not None:
+            raise SettingError("max_token_gap", "cuts prompts by time: not with deterministic")
 
 
 _UNITS: Final = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -208,6 +276,17 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise SettingError("size", "must be at least one byte")
     return size
+
+
+def parse_seconds(text: str) -> float:
+    """'0.25', '250ms' or '1.5 s' as seconds. Raises SettingError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|)\s*", text)
+    if match is None:
+        raise SettingError("time", f"{text!r} is not a time such as 0.25 or 250ms")
+    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    if not seconds > 0:
+        raise SettingError("time", "must be > 0 seconds")
+    return seconds
 
 
 def _at_least(config: object, limit: int, *names: str) -> None:

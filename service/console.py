@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from engine.budget import size
 from engine.inspect import Inspection
@@ -93,6 +94,24 @@ def _inspection_rows(found: Inspection) -> Mapping[str, str]:
 
 def _names(names: tuple[str, ...]) -> str:
     return f"{len(names)}: {', '.join(names)}" if names else "none"
+
+
+def show_finding(verdict: str, what: str, text: str, console: Console = stdout) -> None:
+    """Prints one line of a check's report."""
+    style = {"error": "red", "warning": "yellow"}.get(verdict, "")
+    line = f"{verdict:<8}{what:<16}{' '.join(text.split())}"
+    console.print(line, markup=False, style=style, soft_wrap=True)
+
+
+def show_rows(fields: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints rows in columns, without a frame: for eyes and for awk."""
+    table = Table(box=None, pad_edge=False)
+    for field in fields:
+        table.add_column(field, no_wrap=True)
+    for row in rows:
+        cells = (f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row)
+        table.add_row(*(Text(cell or "-") for cell in cells))
+    stdout.print(table, soft_wrap=True)
 
 
 def fail(error: BaseException) -> None:

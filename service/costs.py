@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +25,7 @@ from engine.blas import cores
 from engine.plan import EngineInfo
 from scheduler.costs import CostTable
 from service.logs import Logger
+from service.whole import write_whole
 
 FORMAT: Final = 1
 """Version of the file; others are refused."""
@@ -101,15 +100,7 @@ class CostFile:
             **self.extra,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-                file.write("\n")
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> CostFile:

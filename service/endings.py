@@ -71,6 +71,7 @@ def complete_message(
         seed=prepared.options.sampling.seed,
         speculation_mode=prepared.options.mode,
         index=index,
+        preemptions=usage.preemptions,
     )
     if stream.stop_id is not None:
         complete.matched_token_id = stream.stop_id

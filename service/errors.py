@@ -31,7 +31,12 @@ class Reason(StrEnum):
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     QUEUE_FULL = "QUEUE_FULL"
+    TENANT_LIMIT = "TENANT_LIMIT"
+    DEADLINE_UNREACHABLE = "DEADLINE_UNREACHABLE"
+    TOO_MANY_CALLS = "TOO_MANY_CALLS"
     SLOW_READER = "SLOW_READER"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
@@ -43,26 +48,116 @@ class Reason(StrEnum):
     EVENTS_EXPIRED = "EVENTS_EXPIRED"
     EVENTS_MISSED = "EVENTS_MISSED"
     ROW_FAULT = "ROW_FAULT"
+    NOT_CONFIGURED = "NOT_CONFIGURED"
+    NOT_FOUND = "NOT_FOUND"
+    FILE_EXISTS = "FILE_EXISTS"
+    FOREIGN_FILE = "FOREIGN_FILE"
+    NO_ROOM = "NO_ROOM"
+    STORAGE_FAILED = "STORAGE_FAILED"
     INTERNAL = "INTERNAL"
 
 
-STATUS: Final[Mapping[Reason, grpc.StatusCode]] = {
-    Reason.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-    Reason.DUPLICATE_REQUEST: grpc.StatusCode.ALREADY_EXISTS,
-    Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.SLOW_READER: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Reason.CANCELLED: grpc.StatusCode.CANCELLED,
-    Reason.ABORTED: grpc.StatusCode.ABORTED,
-    Reason.LOADING: grpc.StatusCode.UNAVAILABLE,
-    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
-    Reason.ENGINE_FAILED: grpc.StatusCode.UNAVAILABLE,
-    Reason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Reason.EVENTS_EXPIRED: grpc.StatusCode.OUT_OF_RANGE,
-    Reason.EVENTS_MISSED: grpc.StatusCode.DATA_LOSS,
-    Reason.ROW_FAULT: grpc.StatusCode.INTERNAL,
-    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a client can rely on when a call ends for one reason."""
+
+    code: grpc.StatusCode
+    meaning: str
+    """One line, for the table in proto/README.md."""
+    details: frozenset[str] = frozenset({"ErrorInfo"})
+    """Which google.rpc details come with it, always."""
+
+
+_Code: Final = grpc.StatusCode
+_INFO: Final = frozenset({"ErrorInfo"})
+_FIELDS: Final = _INFO | {"BadRequest"}
+_RETRY: Final = _INFO | {"RetryInfo"}
+
+CATALOGUE: Final[Mapping[Reason, Kind]] = {
+    Reason.INVALID_ARGUMENT: Kind(
+        _Code.INVALID_ARGUMENT,
+        "fields of the request are at fault; all of them are listed",
+        _FIELDS,
+    ),
+    Reason.DUPLICATE_REQUEST: Kind(
+        _Code.ALREADY_EXISTS, "a live request of the same tenant has this request_id", _FIELDS
+    ),
+    Reason.UNAUTHENTICATED: Kind(
+        _Code.UNAUTHENTICATED, "the call has no valid token; what is wrong with it is not told"
+    ),
+    Reason.PERMISSION_DENIED: Kind(
+        _Code.PERMISSION_DENIED, "the token is valid and does not allow this"
+    ),
+    Reason.QUEUE_FULL: Kind(
+        _Code.RESOURCE_EXHAUSTED,
+        "the queue is full; try again after the delay, or elsewhere",
+        _RETRY,
+    ),
+    Reason.TENANT_LIMIT: Kind(
+        _Code.RESOURCE_EXHAUSTED,
+        "as much of this tenant waits already as may; try again after the delay",
+        _RETRY,
+    ),
+    Reason.DEADLINE_UNREACHABLE: Kind(
+        _Code.RESOURCE_EXHAUSTED,
+        "the queue is too long for the call's deadline; try again after the delay, or elsewhere",
+        _RETRY,
+    ),
+    Reason.TOO_MANY_CALLS: Kind(
+        _Code.RESOURCE_EXHAUSTED, "too many health watches or reflections run at once", _RETRY
+    ),
+    Reason.SLOW_READER: Kind(_Code.RESOURCE_EXHAUSTED, "the stream was left unread for too long"),
+    Reason.DEADLINE_EXCEEDED: Kind(
+        _Code.DEADLINE_EXCEEDED, "the call's deadline passed, queued or running"
+    ),
+    Reason.CANCELLED: Kind(_Code.CANCELLED, "the client left; seen in logs, by nobody else"),
+    Reason.ABORTED: Kind(_Code.ABORTED, "`Abort` was called for the request"),
+    Reason.LOADING: Kind(_Code.UNAVAILABLE, "the model is still loading", _RETRY),
+    Reason.DRAINING: Kind(
+        _Code.UNAVAILABLE, "the server is shutting down; another one may help at once", _RETRY
+    ),
+    Reason.ENGINE_FAILED: Kind(_Code.UNAVAILABLE, "the engine is beyond use; the process ends"),
+    Reason.GRAMMAR_LIMIT: Kind(
+        _Code.RESOURCE_EXHAUSTED,
+        "the grammar could not be followed any further; the text is incomplete",
+    ),
+    Reason.EVENTS_EXPIRED: Kind(
+        _Code.OUT_OF_RANGE,
+        "events after the given number are not known any more; subscribe from 0 for a snapshot",
+    ),
+    Reason.EVENTS_MISSED: Kind(
+        _Code.DATA_LOSS, "the subscriber fell behind; subscribe from 0 for a snapshot"
+    ),
+    Reason.ROW_FAULT: Kind(
+        _Code.INTERNAL,
+        "this sequence's numbers went bad or its memory could not be had; others go on",
+    ),
+    Reason.NOT_CONFIGURED: Kind(
+        _Code.FAILED_PRECONDITION, "the server was started without what this call needs"
+    ),
+    Reason.NOT_FOUND: Kind(_Code.NOT_FOUND, "there is no session or file of this name"),
+    Reason.FILE_EXISTS: Kind(
+        _Code.ALREADY_EXISTS, "a file of this name exists and `overwrite` was not set"
+    ),
+    Reason.FOREIGN_FILE: Kind(
+        _Code.FAILED_PRECONDITION, "the file is of another model or version, or damaged"
+    ),
+    Reason.NO_ROOM: Kind(
+        _Code.RESOURCE_EXHAUSTED, "what the file holds does not fit beside what runs"
+    ),
+    Reason.STORAGE_FAILED: Kind(_Code.INTERNAL, "the disk did not take or give a file"),
+    Reason.INTERNAL: Kind(_Code.INTERNAL, "a defect in the server; its log has the cause"),
 }
+"""The closed set: every error a call can end with, gRPC's own aside (see proto/README.md)."""
+
+
+def table() -> str:
+    """The catalogue as Markdown; proto/README.md holds it, and a test compares."""
+    rows = ["| reason | status | details | means |", "|---|---|---|---|"]
+    for reason, kind in CATALOGUE.items():
+        details = ", ".join(sorted(kind.details - _INFO)) or "–"
+        rows.append(f"| `{reason.value}` | {kind.code.name} | {details} | {kind.meaning} |")
+    return "\n".join(rows) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +189,7 @@ class ServiceError(Exception):
 
     @property
     def code(self) -> grpc.StatusCode:
-        return STATUS[self.reason]
+        return CATALOGUE[self.reason].code
 
     def to_status(self) -> grpc.Status:
         """The gRPC status with its details."""

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from selfdraft.v1 import selfdraft_pb2 as pb
 
+from service.auth import Scope, scope_of
 from service.backend import Door
 from service.config import ServiceConfig
 from service.endings import Context, abort, gone
 from service.errors import Reason, ServiceError
+from service.ledger import Ledger
 from service.loads import loads
 from service.logs import Logger, RequestRecord, total, trace_context
 from service.metrics import Metrics
@@ -22,6 +24,7 @@ from service.relay import Relay
 from service.serverinfo import server_info
 from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
+from service.tenant import tenant_of
 from service.validation import Violations, check_id, check_known
 
 T = TypeVar("T")
@@ -38,12 +41,15 @@ class InferenceServicer:
         config: ServiceConfig,
         logger: Logger,
         clock: Callable[[], float],
+        ledger: Ledger | None = None,
     ) -> None:
         self._door = door
         self._metrics = metrics
         self._config = config
         self._logger = logger
         self._clock = clock
+        self.ledger = ledger or Ledger()
+        """What each tenant has asked for."""
         self._submissions = Submissions(retry_after_s=config.server.retry_after_s)
         self._started_at = clock()
         self.services: tuple[str, ...] = ()
@@ -74,7 +80,7 @@ class InferenceServicer:
         """Streams one generation; writes its log line whatever happens. `complain` holds what was
         wrong with it in the form it came in."""
         record = self._record(request, context)
-        self._open()
+        self._open(record)
         error: ServiceError | None = None
         try:
             await self._generate(request, context, record, complain)
@@ -97,6 +103,7 @@ class InferenceServicer:
         record: RequestRecord,
         complain: Violations,
     ) -> None:
+        scope = Scope(record.tenant)
         try:
             backend = self._door.enter()
             prepared = await prepare(
@@ -105,7 +112,10 @@ class InferenceServicer:
                 complain,
                 limits=self._config.limits,
                 request_id=record.request_id,
+                tenant=tenant_of(context),
                 deadline=self._deadline(context),
+                scope=scope,
+                cache_salt=self._config.security.cache_salt(scope.tenant),
             )
             record.prepared = prepared
             handles = self._submissions.submit(backend.scheduler, prepared)
@@ -126,7 +136,7 @@ class InferenceServicer:
         try:
             await relay.run()
         finally:
-            self._submissions.forget(prepared.request_id, handles)
+            self._submissions.forget(prepared.key, handles)
             self._account(handles, record)
 
     def _account(self, handles: Handles, record: RequestRecord) -> None:
@@ -145,11 +155,13 @@ class InferenceServicer:
         return RequestRecord(
             request_id=request.request_id if request.HasField("request_id") else uuid.uuid4().hex,
             peer=context.peer(),
+            tenant=scope_of(context).tenant,
             trace=trace_context(metadata),
             received_at=self._clock(),
         )
 
-    def _open(self) -> None:
+    def _open(self, record: RequestRecord) -> None:
+        self.ledger.open(record.tenant)
         self.active += 1
         self._idle.clear()
 
@@ -160,6 +172,7 @@ class InferenceServicer:
         if len(record.request_id) > self._config.limits.max_request_id_chars:
             record.request_id = "(refused)"
         record.emit(self._logger, self._clock())
+        self.ledger.close(record.tenant, record.usage, failed=error is not None)
         self.active -= 1
         if not self.active:
             self._idle.set()
@@ -175,7 +188,8 @@ class InferenceServicer:
             check_id("request_id", request.request_id, complain, self._config.limits)
             complain.raise_found()
             self._door.look()
-            return pb.AbortResponse(aborted=self._submissions.abort(request.request_id))
+            key = scope_of(context).inside(request.request_id)
+            return pb.AbortResponse(aborted=self._submissions.abort(key))
 
         return await self.answer(context, answer)
 
@@ -218,20 +232,22 @@ class InferenceServicer:
     async def ReleaseSession(  # noqa: N802
         self, request: pb.ReleaseSessionRequest, context: Context
     ) -> pb.ReleaseSessionResponse:
-        """Forgets what is kept for a session."""
+        """Forgets what is kept for a session of the caller's tenant."""
 
         async def answer() -> pb.ReleaseSessionResponse:
-            return release_session(request, self._door.look(), self._config.limits)
+            backend, limits = self._door.look(), self._config.limits
+            return release_session(request, backend, limits, scope_of(context))
 
         return await self.answer(context, answer)
 
     async def ListSessions(  # noqa: N802
         self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:
-        """Sessions for which something is kept."""
+        """Sessions of the caller's tenant for which something is kept."""
 
         async def answer() -> pb.ListSessionsResponse:
-            return list_sessions(request, self._door.look(), self._clock())
+            backend = self._door.look()
+            return list_sessions(request, backend, self._clock(), scope_of(context))
 
         return await self.answer(context, answer)
 

@@ -35,6 +35,7 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
     def engine() -> Engine:
         # Only here, on the engine's own thread, does MLX come into the process.
         from engine.load import load_engine
+        from engine.warmup import warm_up
 
         loaded = load_engine(config.engine, progress)
         try:
@@ -43,6 +44,7 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
                     logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
             if costs is not None:
                 costs.check(loaded.info)
+            warm_up(loaded)  # health says SERVING after this
         except BaseException:
             loaded.close()
             raise

@@ -36,6 +36,11 @@ def loads(now: Statistics) -> pb.GetLoadsResponse:
         refused_requests=now.refused,
         finished_requests={reason.value: count for reason, count in now.finished.items()},
         sessions=now.sessions,
+        queued_by_priority={
+            priority.name.lower(): count for priority, count in now.queued_by_class.items()
+        },
+        preempted_requests=now.preempted_waiting,
+        preemptions=now.preemptions,
     )
 
 

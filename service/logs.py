@@ -1,6 +1,6 @@
 """Logs: JSON or pretty lines on stderr; one line per request, at its end, with every number.
 
-Prompts and generated texts are never logged.
+Prompts, generated texts and credentials are never logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from scheduler.request import Usage
+from scheduler.request import Priority, Usage
 from service.config import LogFormat
 from service.prompt import Prepared
 from service.sampling import mode_name
@@ -85,6 +85,7 @@ class RequestRecord:
 
     request_id: str
     peer: str
+    tenant: str = ""
     trace: dict[str, str] = field(default_factory=dict)
     status: str = "OK"
     """gRPC status the call ended with."""
@@ -110,6 +111,7 @@ class RequestRecord:
             "peer": self.peer,
             "total_s": round(now - self.received_at, 6),
         }
+        values |= {"tenant": self.tenant} if self.tenant else {}
         values |= {"detail": self.detail} if self.detail else {}
         values |= self.trace
         if self.prepared is not None:
@@ -147,6 +149,8 @@ def _asked(prepared: Prepared) -> dict[str, Any]:
         "constraint": options.form,
         "session_id": options.session_id,
         "reuse_prefix": None if options.reuse_prefix else False,
+        "tenant": request.tenant or None,
+        "priority": None if options.priority is Priority.DEFAULT else options.priority.name.lower(),
     }
     return values | {name: value for name, value in rare.items() if value is not None}
 
@@ -179,6 +183,7 @@ def total(usages: Sequence[Usage]) -> Usage:
         accepted_tokens=sum(u.accepted_tokens for u in usages),
         drafted_per_position=per_position("drafted_per_position"),
         accepted_per_position=per_position("accepted_per_position"),
+        preemptions=sum(u.preemptions for u in usages),
         submitted_at=min(u.submitted_at for u in usages),
         started_at=earliest("started_at"),
         first_token_at=earliest("first_token_at"),
@@ -205,6 +210,7 @@ def _used(usage: Usage, delivered: int) -> dict[str, Any]:
         "e2e_s": since_submission(usage.finished_at),
         "tokens_per_s": round(after_first / decoding, 3) if decoding > 0 else None,
         "cycles": usage.cycles,
+        "preemptions": usage.preemptions,
         "spec_draft_tokens": drafts,
         "spec_accepted_tokens": usage.accepted_tokens,
         "acceptance": round(usage.accepted_tokens / drafts, 4) if drafts else None,

@@ -19,8 +19,10 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import MAX_DEPTH, EngineInfo
 from scheduler.loop import StepRecord
-from scheduler.request import FinishReason, Tokens, Usage
+from scheduler.request import FinishReason, Priority, Tokens, Usage
+from scheduler.sequence import Preempted
 from scheduler.statistics import Statistics
+from scheduler.tenants import OTHER
 from service.errors import Reason
 from service.sampling import mode_name
 from service.text.grammar import Form
@@ -55,7 +57,11 @@ _SUCCESS: Final = {
 REFUSALS: Final = (
     Reason.INVALID_ARGUMENT,
     Reason.DUPLICATE_REQUEST,
+    Reason.UNAUTHENTICATED,
+    Reason.PERMISSION_DENIED,
     Reason.QUEUE_FULL,
+    Reason.TENANT_LIMIT,
+    Reason.DEADLINE_UNREACHABLE,
     Reason.LOADING,
     Reason.DRAINING,
     Reason.ENGINE_FAILED,
@@ -89,7 +95,7 @@ class Metrics:
         )
         self._refused = Counter(
             "selfdraft_requests_refused",
-            "Generate calls refused before admission.",
+            "Generate calls refused before admission, and calls whose token does not allow them.",
             ["reason"],
             registry=self.registry,
         )
@@ -127,7 +133,7 @@ class Metrics:
         self._collector.model = (info, name)
 
     def refused(self, reason: Reason) -> None:
-        """A Generate call was refused before admission."""
+        """A Generate call was refused before admission, or any call for its token."""
         self._refused.labels(reason.value).inc()
 
     def admitted(self, mode: pb.SpeculationMode, form: Form | None) -> None:
@@ -213,7 +219,9 @@ class _SchedulerCollector(Collector):
         statistics = self._take_statistics()
         if statistics is not None:
             yield from self._load(statistics)
+            yield from _queue(statistics)
             yield from _totals(statistics)
+            yield from _pace(statistics)
             yield from _speculation(statistics)
             yield from _reuse(statistics)
             yield from _ends(statistics)
@@ -235,6 +243,11 @@ class _SchedulerCollector(Collector):
         ratio = s.pages_used / s.pages_total if s.pages_total else 0.0
         yield _gauge("requests_running", "Requests with a row.", s.running)
         yield _gauge("requests_waiting", "Requests in the queue.", s.queued_requests)
+        yield _gauge(
+            "requests_preempted_waiting",
+            "Requests in the queue that have run before.",
+            s.preempted_waiting,
+        )
         yield _gauge("requests_paused", "Running requests whose reader lags.", s.paused)
         yield _gauge("kv_pages", "KV cache pages.", s.pages_total)
         yield _gauge("kv_pages_used", "KV cache pages in use.", s.pages_used)
@@ -251,11 +264,41 @@ class _SchedulerCollector(Collector):
         yield _gauge("spec_decode_depth", "Drafts per cycle in the newest cycle.", s.depth)
 
 
+def _queue(s: Statistics) -> Iterable[Metric]:
+    waiting = GaugeMetricFamily(
+        "selfdraft_requests_waiting_by_priority",
+        "Requests in the queue, by the priority they came with.",
+        labels=["priority"],
+    )
+    oldest = GaugeMetricFamily(
+        "selfdraft_queue_oldest_wait_seconds",
+        "How long the oldest of them has waited; 0 without any.",
+        labels=["priority"],
+    )
+    for priority in Priority:
+        name = priority.name.lower()
+        waiting.add_metric([name], s.queued_by_class.get(priority, 0))
+        oldest.add_metric([name], s.oldest_wait_by_class.get(priority, 0.0))
+    yield waiting
+    yield oldest
+    yield _labelled(
+        "tenant_tokens",
+        "Tokens served, prefilled and generated, by tenants with a policy and all others.",
+        "tenant",
+        {OTHER: 0, **s.served},
+    )
+
+
 def _totals(s: Statistics) -> Iterable[Metric]:
     yield _counter("prompt_tokens", "Prompt tokens prefilled.", s.prompt_tokens)
     yield _counter("generation_tokens", "Tokens generated for streams.", s.generated_tokens)
     yield _counter(
         "discarded_tokens", "Tokens generated for requests that had ended.", s.discarded_tokens
+    )
+    given_up = {cause.value: s.preemptions.get(cause, 0) for cause in Preempted}
+    yield _labelled("preemptions", "Rows given up, to be computed again.", "cause", given_up)
+    yield _counter(
+        "recomputed_tokens", "Positions computed again after preemptions.", s.recomputed_tokens
     )
     yield _counter("requests_admitted", "Sequences admitted.", s.submitted)
     yield _counter("steps", "Engine steps.", s.steps)
@@ -273,6 +316,28 @@ def _totals(s: Statistics) -> Iterable[Metric]:
     for phase, seconds in (("build", s.build_s), ("wait", s.wait_s), ("device", s.device_s)):
         phases.add_metric([phase], seconds)
     yield phases
+
+
+def _pace(s: Statistics) -> Iterable[Metric]:
+    yield _counter(
+        "token_gap_exceeded",
+        "Steps with a decode cycle that took longer than --max-token-gap.",
+        s.gap_exceeded,
+    )
+    contended = CounterMetricFamily(
+        "selfdraft_contended_seconds",
+        "Time of steps in which rows decoded and prompts waited, under --max-token-gap: prefill is "
+        "to have --prefill-share of it.",
+        labels=["work"],
+    )
+    contended.add_metric(["prefill"], s.contended_prefill_s)
+    contended.add_metric(["decode"], s.contended_s - s.contended_prefill_s)
+    yield contended
+    yield _gauge(
+        "mixed_step_error_ratio",
+        "Error of the estimated time of steps with prompts and a cycle, over the time; smoothed.",
+        s.mixed_step_error,
+    )
 
 
 def _speculation(s: Statistics) -> Iterable[Metric]:

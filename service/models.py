@@ -16,9 +16,10 @@ class ModelNotFoundError(Exception):
     """There is no checkpoint of this name; the text says where was looked."""
 
 
-def resolve(model: str | None, *, revision: str | None = None) -> Path:
+def resolve(model: str | None, *, revision: str | None = None, download: bool = True) -> Path:
     """The checkpoint's directory. `None` is the bundled model; a hub id is downloaded unless the
-    hub's cache has it, with a progress bar on a terminal. A local directory needs no network.
+    hub's cache has it, with a progress bar on a terminal; with `download` off it must be there. A
+    local directory needs no network.
 
     Raises ModelNotFoundError.
     """
@@ -29,7 +30,7 @@ def resolve(model: str | None, *, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if path.exists() or not _HUB_ID.fullmatch(model):
         return _directory(path, "the model")
-    return _download(model, revision)
+    return _from_hub(model, revision, download=download)
 
 
 def display_name(model: str | None) -> str | None:
@@ -48,11 +49,16 @@ def _directory(path: Path, what: str) -> Path:
     return path
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _from_hub(hub_id: str, revision: str | None, *, download: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(hub_id, revision=revision, allow_patterns=list(FILES))
+        path = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=list(FILES),
+            local_files_only=not download,
+        )
     except Exception as error:  # the hub and its transports raise dozens of kinds
         cause = str(error).strip().splitlines()
         why = cause[0] if cause else type(error).__name__

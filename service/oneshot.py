@@ -12,11 +12,12 @@ from typing import Any
 
 import anyio
 from selfdraft import Client
-from selfdraft.client import SpeculationMode
+from selfdraft.client import Priority, SpeculationMode
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service import console, launch, logs
 from service.config import ServerConfig, ServiceConfig
+from service.options import refusals_say_so
 from service.sampling import mode_name
 
 
@@ -32,13 +33,17 @@ class Ask:
     speculation: SpeculationMode
     max_depth: int | None
     timeout: float | None
+    priority: Priority | None = None
 
 
-def generate_at(target: str, ask: Ask) -> None:
-    """Streams to standard output. Raises SelfdraftError."""
+def generate_at(target: str, ask: Ask, reach: Mapping[str, Any]) -> None:
+    """Streams to standard output; `reach` are options of the client. Raises SelfdraftError and
+    SettingError."""
 
     async def main() -> None:
-        async with Client(target) as client:
+        with refusals_say_so():
+            connected = Client(target, **reach)
+        async with connected as client:
             await _stream(client, ask)
 
     anyio.run(main, backend="asyncio")
@@ -80,6 +85,7 @@ async def _stream(client: Client, ask: Ask) -> None:
         session_id=ask.session_id,
         speculation=ask.speculation,
         max_depth=ask.max_depth,
+        priority=ask.priority,
         timeout=ask.timeout,
     ) as generation:
         async for chunk in generation:

@@ -14,6 +14,7 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import EngineInfo
 from scheduler.admission import Limits
 from scheduler.request import GenerationRequest
+from service.auth import Scope
 from service.backend import Backend
 from service.config import RequestLimits
 from service.errors import invalid
@@ -43,6 +44,9 @@ class Prepared:
     """A request that passed every check the service can make."""
 
     request_id: str
+    """As its client knows it."""
+    key: str
+    """As the server knows it: unique among the live requests of all tenants."""
     requests: tuple[GenerationRequest, ...]
     """One per sequence, of one group when there are several."""
     constraints: tuple[GrammarConstraint | None, ...]
@@ -59,10 +63,13 @@ async def prepare(
     *,
     limits: RequestLimits,
     request_id: str,
+    tenant: str,
     deadline: float | None,
+    scope: Scope,
+    cache_salt: str = "",
 ) -> Prepared:
-    """Checks and tokenizes `request`. Raises ServiceError with every violation at once, those in
-    `complain` before included."""
+    """Checks and tokenizes `request`, whose ids are names of `scope`. Raises ServiceError with
+    every violation at once, those in `complain` before included."""
     scheduler = backend.scheduler
     check_known(request, complain)
     if request.HasField("request_id"):
@@ -84,8 +91,9 @@ async def prepare(
     if ids is None or complain.found:
         raise invalid(complain.found)
     constraints = tuple(grammar.constraint() if grammar else None for _ in range(options.n))
+    key = scope.inside(request_id)
     common = GenerationRequest(
-        request_id=request_id,
+        request_id=key,
         prompt_ids=ids,
         sampling=options.sampling,
         max_tokens=max_tokens,
@@ -97,10 +105,14 @@ async def prepare(
         prompt_logprobs=options.prompt_logprobs,
         constraint=constraints[0],
         reuse_prefix=options.reuse_prefix,
-        session_id=options.session_id,
+        session_id=None if options.session_id is None else scope.inside(options.session_id),
+        priority=options.priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
     )
     return Prepared(
         request_id=request_id,
+        key=key,
         requests=_sequences(common, constraints),
         constraints=constraints,
         input=request.WhichOneof("input") or "",
@@ -251,12 +263,17 @@ async def _encode_chat(
     variables: dict[str, Any] = MessageToDict(chat.chat_template_kwargs)
 
     def encode() -> tuple[int, ...]:
-        text = template.render(messages, add_generation_prompt=prompt, variables=variables)
+        text = template.render(
+            messages,
+            add_generation_prompt=prompt,
+            variables=variables,
+            max_chars=limits.max_text_chars,
+        )
         # The template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=False)
 
     try:
-        ids = await _aside(encode, sum(len(m.content) for m in chat.messages) > _INLINE_CHARS)
+        ids = await _aside(encode, chat.ByteSize() > _INLINE_CHARS)
     except ChatTemplateError as error:
         complain("chat.messages", f"refused by the model's chat template: {error}")
         return None
@@ -273,10 +290,20 @@ def _chat_is_sound(
     if not chat.messages:
         complain("chat.messages", "must hold at least one message")
         sound = False
+    if len(chat.messages) > limits.max_messages:
+        complain("chat.messages", f"at most {limits.max_messages}, are {len(chat.messages)}")
+        return False
     for index, message in enumerate(chat.messages):
-        if not message.role:
-            complain(f"chat.messages[{index}].role", "must not be empty")
+        size, most = len(message.role), limits.max_role_chars
+        if not 1 <= size <= most:
+            limit = f"at most {most} characters, is {size}" if size else "must not be empty"
+            complain(f"chat.messages[{index}].role", limit)
             sound = False
+    size_of_variables = chat.chat_template_kwargs.ByteSize()
+    if size_of_variables > limits.max_template_bytes:
+        limit = f"at most {limits.max_template_bytes} bytes, are {size_of_variables}"
+        complain("chat.chat_template_kwargs", limit)
+        sound = False
     chars = sum(len(message.content) for message in chat.messages)
     if chars > limits.max_text_chars:
         complain("chat.messages", f"at most {limits.max_text_chars} characters, are {chars}")

@@ -20,21 +20,26 @@ import anyio.to_thread
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
-from selfdraft.v1 import selfdraft_pb2_grpc
+from selfdraft.v1 import admin_pb2_grpc, selfdraft_pb2_grpc
 
 from engine.plan import Engine, EngineInfo
 from scheduler.loop import Scheduler
 from scheduler.statistics import Statistics
+from service.admin import AdminServicer
 from service.backend import Backend, Door
 from service.config import ServiceConfig
 from service.decoding import DecodeInterceptor
+from service.exposure import metrics_host
+from service.gate import Gate
 from service.gateway import servicer as gateway
+from service.guard import ADMIN, HEALTH, REFLECTION, AuthInterceptor
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
 from service.logs import Logger
 from service.metrics import Metrics
 from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
+from service.tls import Tls
 from service.version import VERSION
 
 _FLUSH_S: Final = 0.5
@@ -61,6 +66,10 @@ class Stop:
     def __init__(self) -> None:
         self.drain = anyio.Event()
         self.now = anyio.Event()
+
+    def begin(self) -> None:
+        """Asks for a drain and never ends one."""
+        self.drain.set()
 
     def request(self) -> None:
         """The first call asks for a drain, the second ends it."""
@@ -107,7 +116,8 @@ class Server:
     async def run(self) -> int:
         """Serves until `stop`, or until the engine fails. Returns the process's exit code.
 
-        Raises BindError, TokenizerError, and whatever the engine's factory raises.
+        Raises SettingError, FileError and BindError before anything is loaded; then TokenizerError,
+        and whatever the engine's factory raises.
         """
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -127,10 +137,11 @@ class Server:
     @asynccontextmanager
     async def _bound(self) -> AsyncIterator[tuple[Health, InferenceServicer]]:
         server_config = self._config.server
+        gate = Gate.of(self._config, self._logger)
         server = grpc.aio.server(
             options=server_config.grpc_options(),
             maximum_concurrent_rpcs=server_config.max_concurrent_rpcs,
-            interceptors=[DecodeInterceptor(self._logger)],
+            interceptors=[self._auth(gate), DecodeInterceptor(self._logger)],
         )
         servicer = InferenceServicer(
             door=self.door,
@@ -145,16 +156,21 @@ class Server:
         more = self._register_gateway(server, servicer)
         health = Health(*more)
         await health.register(server)
-        names = (SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        names = [SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        if gate.admin:
+            self._add_admin(server, servicer, gate)
+            names.append(ADMIN)
         reflection.enable_server_reflection(names, server)
-        servicer.services = names
-        port = _bind(server, server_config.host, server_config.port)
+        servicer.services = tuple(names)
+        port = _bind(server, server_config.host, server_config.port, gate.tls)
         async with self._exporter() as metrics_port:
             await server.start()
             host = server_config.host
             self.addresses = Addresses(
                 grpc=_address(host, port),
-                metrics=None if metrics_port is None else _address(host, metrics_port),
+                metrics=None
+                if metrics_port is None
+                else _address(metrics_host(self._config), metrics_port),
             )
             try:
                 yield health, servicer
@@ -171,6 +187,31 @@ class Server:
             return ()
         gateway.register(server, inference=servicer, door=self.door, config=self._config)
         return (gateway.SERVICE,)
+
+    def _auth(self, gate: Gate) -> AuthInterceptor:
+        reflects = [REFLECTION] if self._config.security.open_reflection else []
+        return AuthInterceptor(
+            tokens=gate.tokens,
+            open_services=[HEALTH, *reflects],
+            max_open_calls=self._config.server.max_open_calls,
+            retry_after_s=self._config.server.retry_after_s,
+            metrics=self.metrics,
+            logger=self._logger,
+            clock=anyio.current_time,
+        )
+
+    def _add_admin(self, server: grpc.aio.Server, servicer: InferenceServicer, gate: Gate) -> None:
+        admin = AdminServicer(
+            door=self.door,
+            config=self._config,
+            ledger=servicer.ledger,
+            files=gate.files,
+            drain=self.stop.begin,
+            logger=self._logger,
+            clock=anyio.current_time,
+        )
+        register: Any = admin_pb2_grpc.add_AdminServicer_to_server
+        register(admin, server)
 
     async def _cancel_loading(self, scope: anyio.CancelScope) -> None:
         """A model that takes minutes to load must not keep the process from stopping."""
@@ -264,10 +305,11 @@ class Server:
             yield None
             return
         start: Any = partial(start_http_server, registry=self.metrics.registry)
+        host = metrics_host(self._config)
         try:
-            http, thread = start(config.metrics_port, addr=config.host)
+            http, thread = start(config.metrics_port, addr=host)
         except OSError as error:
-            where = _address(config.host, config.metrics_port)
+            where = _address(host, config.metrics_port)
             raise BindError(f"metrics port: cannot listen on {where}: {error.strerror}") from error
         try:
             yield http.server_port
@@ -312,8 +354,10 @@ async def _first_of(*events: anyio.Event) -> None:
             tasks.start_soon(wait, event)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None) -> int:
     try:
+        if tls is not None:
+            return server.add_secure_port(_address(host, port), tls.credentials())
         return server.add_insecure_port(_address(host, port))
     except RuntimeError as error:
         raise BindError(f"port: cannot listen on {_address(host, port)}") from error

@@ -58,4 +58,7 @@ def _limits(backend: Backend, config: ServiceConfig) -> pb.ServerLimits:
         max_concurrent_rpcs=config.server.max_concurrent_rpcs,
         session_ttl_seconds=scheduler.config.session_ttl_s,
         max_sessions=scheduler.config.max_sessions,
+        max_messages=limits.max_messages,
+        max_role_chars=limits.max_role_chars,
+        max_template_bytes=limits.max_template_bytes,
     )

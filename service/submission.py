@@ -1,4 +1,4 @@
-"""The sequences of one request, handed to the scheduler together and found again by its id."""
+"""The sequences of one request, handed to the scheduler together and found again by its key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from scheduler.request import (
     InvalidRequestError,
     NotRunningError,
     QueueFullError,
+    Refusal,
     SubmitError,
 )
 from service.errors import Reason, ServiceError, Violation, invalid
@@ -27,6 +28,14 @@ _PATHS: Final = {
 """Fields of GenerationRequest whose name is another one for the client."""
 
 
+_BOUNDS: Final = {
+    Refusal.MAX_QUEUE: Reason.QUEUE_FULL,
+    Refusal.MAX_QUEUED_TOKENS: Reason.QUEUE_FULL,
+    Refusal.TENANT_QUEUED_TOKENS: Reason.TENANT_LIMIT,
+    Refusal.DEADLINE: Reason.DEADLINE_UNREACHABLE,
+}
+
+
 class Submissions:
     """The requests that are being answered. Used on the event loop only."""
 
@@ -39,7 +48,7 @@ class Submissions:
 
         Nothing is planned between them: all of this happens in one step of the event loop.
         """
-        if self._is_live(prepared.request_id):
+        if self._is_live(prepared.key):
             raise _duplicate("a live request has this id")
         handles: list[RequestHandle] = []
         try:
@@ -49,33 +58,33 @@ class Submissions:
             for handle in handles:
                 handle.cancel()
             raise self._refusal(refusal, scheduler, prepared) from refusal
-        self._live[prepared.request_id] = tuple(handles)
+        self._live[prepared.key] = tuple(handles)
         return tuple(handles)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends all sequences of a request; False when none is live."""
-        handles = self._live.get(request_id, ())
+    def abort(self, key: str) -> bool:
+        """Ends all sequences of a request; False when none is live. `key` as in `Prepared`."""
+        handles = self._live.get(key, ())
         ended = [handle.cancel(FinishReason.ABORTED) for handle in handles]
         return any(ended)
 
-    def forget(self, request_id: str, handles: Handles) -> None:
-        """The request is answered. Its id may be another one's by now."""
-        if self._live.get(request_id) == handles:
-            del self._live[request_id]
+    def forget(self, key: str, handles: Handles) -> None:
+        """The request is answered. Its key may be another one's by now."""
+        if self._live.get(key) == handles:
+            del self._live[key]
 
-    def _is_live(self, request_id: str) -> bool:
-        return any(handle.finished is None for handle in self._live.get(request_id, ()))
+    def _is_live(self, key: str) -> bool:
+        return any(handle.finished is None for handle in self._live.get(key, ()))
 
     def _refusal(
         self, refusal: SubmitError, scheduler: Scheduler, prepared: Prepared
     ) -> ServiceError:
         match refusal:
-            case QueueFullError(limit=limit, retry_after_s=delay):
+            case QueueFullError(reason=bound, limit=limit, retry_after_s=delay):
                 return ServiceError(
-                    Reason.QUEUE_FULL,
+                    _BOUNDS[bound],
                     str(refusal),
                     retry_after_s=delay,
-                    metadata={"limit": limit},
+                    metadata={"bound": bound, "limit": limit},
                 )
             case NotRunningError():
                 if scheduler.failed.is_set():

@@ -13,6 +13,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import MAX_LOGPROBS, SamplingParams
+from scheduler.request import Priority
 from service.config import RequestLimits
 from service.errors import Violation, invalid
 from service.sampling import Complain, read_sampling, read_speculation, value_of
@@ -60,6 +61,7 @@ class Options:
     """Which field holds the grammar, if one does."""
     session_id: str | None
     reuse_prefix: bool
+    priority: Priority
 
 
 def read_options(
@@ -100,6 +102,7 @@ def read_options(
         form=_form(params, complain),
         session_id=session_id,
         reuse_prefix=reuse_prefix,
+        priority=_priority(request, complain),
     )
 
 
@@ -236,6 +239,21 @@ def _form(params: pb.SamplingParams, complain: Complain) -> Form | None:
             f"must be absent or 0 with {form}: it alone says when a text may end",
         )
     return form
+
+
+_PRIORITIES: Final = {
+    pb.PRIORITY_UNSPECIFIED: Priority.DEFAULT,
+    pb.PRIORITY_BATCH: Priority.BATCH,
+    pb.PRIORITY_DEFAULT: Priority.DEFAULT,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+}
+
+
+def _priority(request: pb.GenerateRequest, complain: Complain) -> Priority:
+    if request.priority not in _PRIORITIES:
+        complain("priority", f"{request.priority} is not a priority known to this server")
+        return Priority.DEFAULT
+    return _PRIORITIES[request.priority]
 
 
 def _session(

@@ -24,6 +24,9 @@ def options() -> dict[str, frozenset[str]]:
     """Subcommand -> its options, `--no-…` forms included. Under "" those of `selfdraft` itself."""
     group: Any = typer.main.get_command(app)
     commands = {"": group, **group.commands}
+    for name, command in group.commands.items():
+        nested = getattr(command, "commands", {})
+        commands |= {f"{name} {inner}": found for inner, found in nested.items()}
     return {
         name: frozenset(
             option
@@ -46,5 +49,12 @@ def unknown(words: list[str]) -> list[str]:
         return [f"selfdraft {named}"]
     if "--" in words:  # what follows is somebody else's
         words = words[: words.index("--")]
+    known = options()[named]
+    if any(name.startswith(f"{named} ") for name in options()):  # a group; its options come first
+        inner = next((word for word in words[2:] if f"{named} {word}" in options()), None)
+        if inner is not None:
+            known |= options()[f"{named} {inner}"]
+        elif len(words) > 2:
+            return [f"selfdraft {' '.join(words[1:3])}"]
     given = [word.split("=")[0] for word in words[1:] if word.startswith("-") and word != "-"]
-    return [f"selfdraft {named} {option}" for option in given if option not in options()[named]]
+    return [f"selfdraft {named} {option}" for option in given if option not in known]

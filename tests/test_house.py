@@ -149,6 +149,9 @@ $ make nonsense  # no
 .venv/bin/selfdraft serve --port=0 \\
     --nonsense 1
 selfdraft nonsense --x
+selfdraft token new --tenant x --nonsense
+selfdraft admin --target x:1 nonsense
+selfdraft admin --target x:1 drain
 ```
 ```python
 make("nonsense")
@@ -159,6 +162,8 @@ make("nonsense")
         "make nonsense",
         "selfdraft serve --nonsense",
         "selfdraft nonsense",
+        "selfdraft token --nonsense",
+        "selfdraft admin --target",
     ]
 
 

@@ -1,5 +1,16 @@
-"""selfdraft for other people's code: the `selfdraft.v1` stubs and a thin async client."""
+"""selfdraft for other people's code: the `selfdraft.v1` stubs and thin async clients."""
 
-from selfdraft.client import Client, Generation, SelfdraftError, Violation
+from selfdraft.admin import AdminClient
+from selfdraft.channel import InsecureTokenError, Tls
+from selfdraft.client import Client, Generation
+from selfdraft.errors import SelfdraftError, Violation
 
-__all__ = ["Client", "Generation", "SelfdraftError", "Violation"]
+__all__ = [
+    "AdminClient",
+    "Client",
+    "Generation",
+    "InsecureTokenError",
+    "SelfdraftError",
+    "Tls",
+    "Violation",
+]

@@ -9,6 +9,10 @@
         async with client.generate(text="A point: ", json_schema={"type": "object"}) as generation:
             print(json.loads(await generation.text()))
 
+    tls = Tls.of_files(ca="ca.pem")
+    async with Client("inference.example:50051", tls=tls, token=token) as client:
+        ...
+
 Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documented. Errors are
 `SelfdraftError`s. Runs on asyncio; one `Client` serves any number of calls at once.
 """
@@ -18,30 +22,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
 from google.protobuf import struct_pb2
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
 
+from selfdraft.channel import DEFAULT_OPTIONS, Tls, connect
+from selfdraft.errors import SelfdraftError
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
 
 Messages = Sequence[tuple[str, str]]
 """(role, content) pairs, in order."""
-
-DEFAULT_OPTIONS: tuple[tuple[str, Any], ...] = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
-)
-"""Channel options: a dead connection is noticed within 40 s even on a silent stream."""
-
 
 SpeculationMode = Literal["auto", "coupled", "rejection", "off"]
 """How drafts are verified, as in the .proto file; auto leaves it to the server."""
@@ -51,6 +45,16 @@ _MODES: Final = {
     "coupled": pb.SPECULATION_MODE_COUPLED,
     "rejection": pb.SPECULATION_MODE_REJECTION,
     "off": pb.SPECULATION_MODE_OFF,
+}
+
+
+Priority = Literal["batch", "default", "interactive"]
+"""Who goes first when requests wait, as in the .proto file."""
+
+_PRIORITIES: Final = {
+    "batch": pb.PRIORITY_BATCH,
+    "default": pb.PRIORITY_DEFAULT,
+    "interactive": pb.PRIORITY_INTERACTIVE,
 }
 
 
@@ -80,72 +84,6 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     include_stop_str_in_output: bool
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One field of a request at fault."""
-
-    field: str
-    description: str
-
-
-class SelfdraftError(Exception):
-    """An RPC that failed, with the details the server gave."""
-
-    def __init__(
-        self,
-        code: grpc.StatusCode,
-        message: str,
-        *,
-        reason: str = "",
-        violations: Sequence[Violation] = (),
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(f"{code.name}: {message}")
-        self.code = code
-        self.message = message
-        self.reason = reason
-        """`ErrorInfo.reason`; empty when the error is not the server's own (no connection, …)."""
-        self.violations = tuple(violations)
-        self.retry_after_s = retry_after_s
-        """Seconds after which trying again makes sense; None when it does not."""
-
-    @classmethod
-    def of(cls, error: grpc.aio.AioRpcError) -> Self:
-        """The same as gRPC's error, with its details read."""
-        details = _Details()
-        try:
-            status = rpc_status.from_call(error)  # type: ignore[arg-type]
-        except ValueError:  # details of someone else's status
-            status = None
-        for detail in status.details if status is not None else ():
-            details.read(detail)
-        return cls(
-            error.code(),
-            error.details() or "",
-            reason=details.reason,
-            violations=details.violations,
-            retry_after_s=details.retry_after_s,
-        )
-
-
-class _Details:
-    def __init__(self) -> None:
-        self.reason = ""
-        self.violations: list[Violation] = []
-        self.retry_after_s: float | None = None
-
-    def read(self, detail: Any) -> None:
-        info = error_details_pb2.ErrorInfo()
-        bad = error_details_pb2.BadRequest()
-        retry = error_details_pb2.RetryInfo()
-        if detail.Unpack(info):
-            self.reason = info.reason
-        elif detail.Unpack(bad):
-            self.violations += [Violation(v.field, v.description) for v in bad.field_violations]
-        elif detail.Unpack(retry):
-            self.retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
 
 
 class Generation:
@@ -243,14 +181,26 @@ class Client:
         self,
         target: str,
         *,
+        tls: Tls | None = None,
+        token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        insecure_token: bool = False,
         options: Sequence[tuple[str, Any]] = DEFAULT_OPTIONS,
     ) -> None:
-        """`target` is host:port. Without `credentials` the connection is plain text."""
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        """`target` is host:port. Without `tls` (or gRPC's own `credentials`) the connection is
+        plain text, on which a `token` is sent to this machine only, unless `insecure_token`.
+
+        Raises InsecureTokenError, and ValueError for both `tls` and `credentials`.
+        """
+        connection = connect(
+            target,
+            tls=tls,
+            token=token,
+            credentials=credentials,
+            insecure_token=insecure_token,
+            options=options,
+        )
+        self._channel, self._metadata = connection.channel, connection.metadata
         # The generated stub has no annotations; the messages have.
         self._stub: Any = selfdraft_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -279,6 +229,7 @@ class Client:
         request_id: str | None = None,
         session_id: str | None = None,
         reuse_prefix: bool | None = None,
+        priority: Priority | None = None,
         speculation: SpeculationMode = "auto",
         max_depth: int | None = None,
         timeout: float | None = None,
@@ -289,7 +240,7 @@ class Client:
 
         `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds. Of what
         the server answers nothing is raised here: errors come from the `Generation`. Raises
-        ValueError for an unknown `speculation`.
+        ValueError for an unknown `speculation` or `priority`.
         """
         request = pb.GenerateRequest(
             request_id=request_id, session_id=session_id, reuse_prefix=reuse_prefix
@@ -306,6 +257,10 @@ class Client:
             raise ValueError(f"speculation: must be one of {', '.join(_MODES)}")
         if speculation != "auto":
             request.speculation.mode = _MODES[speculation]
+        if priority is not None:
+            if priority not in _PRIORITIES:
+                raise ValueError(f"priority: must be one of {', '.join(_PRIORITIES)}")
+            request.priority = _PRIORITIES[priority]
         if max_depth is not None:
             request.speculation.max_depth = max_depth
         return self.start(request, timeout=timeout, metadata=metadata)
@@ -318,7 +273,8 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Generation:
         """Starts a generation from a message of your own making."""
-        return Generation(self._stub.Generate(request, timeout=timeout, metadata=tuple(metadata)))
+        along = (*self._metadata, *metadata)
+        return Generation(self._stub.Generate(request, timeout=timeout, metadata=along))
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """Ends a live request; False when there is none of this id. Raises SelfdraftError."""
@@ -389,7 +345,8 @@ class Client:
 
     async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout)
+            call = getattr(self._stub, method)
+            return await call(request, timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise SelfdraftError.of(error) from error
 

@@ -1,20 +1,22 @@
 """Chat templates, rendered the way Hugging Face's `apply_chat_template` renders them.
 
 A template comes with the model, so it runs in jinja2's immutable sandbox: it can read what it is
-given and nothing else.
+given and nothing else. What it may take is bounded too: the length of its text, and how much it may
+count, for one that loops over what a client has sent should not hold the server up.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -22,8 +24,20 @@ class ChatTemplateError(Exception):
     """The template cannot be used, or refuses these messages; the text says why."""
 
 
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt"}
+    | {"range", "raise_exception", "strftime_now"}
+)
 """What the server itself tells a template, besides its special tokens."""
+
+MAX_PROMPT_CHARS: Final = 16_000_000
+"""A text longer than this is refused while it is being made."""
+
+MAX_COUNTED: Final = 1_000_000
+"""Numbers that all `range`s of one rendering may give; most that one `*` may repeat."""
+
+MAX_POWER: Final = 64
+"""Largest exponent."""
 
 
 class ChatTemplate:
@@ -47,20 +61,26 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        max_chars: int = MAX_PROMPT_CHARS,
     ) -> str:
         """The text of a conversation. `variables` must not name one of `reserved`.
 
-        Raises ChatTemplateError when the template refuses or fails on these messages.
+        Raises ChatTemplateError when the template refuses or fails on these messages, or makes
+        more than `max_chars` characters of them.
         """
         try:
-            return self._template.render(
+            parts = self._template.generate(
                 messages=list(messages),
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                range=_Counter(),
                 **self._special_tokens,
                 **(variables or {}),
             )
+            return _joined(parts, max_chars)
+        except ChatTemplateError:
+            raise
         except jinja2.TemplateError as error:
             raise ChatTemplateError(error.message or type(error).__name__) from error
         except Exception as error:  # whatever a template's own expression can raise
@@ -78,8 +98,52 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Counter:
+    """The `range` of one rendering."""
+
+    def __init__(self) -> None:
+        self._left = MAX_COUNTED
+
+    def __call__(self, *args: int) -> range:
+        numbers = range(*args)
+        self._left -= len(numbers)
+        if self._left < 0:
+            raise ChatTemplateError(f"counts further than {MAX_COUNTED}")
+        return numbers
+
+
+def _joined(parts: Iterable[str], max_chars: int) -> str:
+    taken, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > max_chars:
+            raise ChatTemplateError(f"makes more than {max_chars} characters of them")
+        taken.append(part)
+    return "".join(taken)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, and no huge values by short expressions: `'x' * 10**10`."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The result of one of `intercepted_binops`."""
+        if operator == "**":
+            if not (isinstance(left, (int, float)) and isinstance(right, (int, float))):
+                raise ChatTemplateError("raises what is no number to a power")
+            if abs(right) > MAX_POWER or abs(left) > MAX_COUNTED:
+                raise ChatTemplateError(f"raises a number to more than {MAX_POWER}")
+        else:
+            for sized, times in ((left, right), (right, left)):
+                repeats = isinstance(sized, (str, list, tuple)) and isinstance(times, int)
+                if repeats and len(sized) * times > MAX_COUNTED:
+                    raise ChatTemplateError(f"repeats something to more than {MAX_COUNTED}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],

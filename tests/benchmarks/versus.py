@@ -23,7 +23,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +40,7 @@ from engine.plan import Engine, SamplingParams
 from engine.tiny import MODEL_DIR
 from scheduler import GenerationRequest, Scheduler, SchedulerConfig, Tokens
 from scheduler.config import Depth
+from scheduler.depth import DepthPolicy, depth_policy
 
 Prompts = list[list[int]]
 Rates = tuple[float, float]
@@ -73,9 +73,15 @@ class Clock:
 
 
 async def selfdraft(
-    scheduler: Scheduler, prompts: Prompts, tokens: int, temperature: float, seed: int
+    scheduler: Scheduler,
+    policy: DepthPolicy,
+    prompts: Prompts,
+    tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Rates:
-    """All prompts at once through the scheduler."""
+    """All prompts at once through the scheduler, which is idle, at the depths `policy` chooses."""
+    scheduler._core._free._policy = policy
     clock = Clock(len(prompts))
 
     async def session(index: int) -> None:
@@ -221,7 +227,7 @@ async def run(
     temperature: float,
     output: Path | None,
 ) -> None:
-    """All session counts, one after the other, on engines loaded once."""
+    """All session counts, one after the other, on one engine: its kernels compile once."""
 
     def engine() -> Engine:
         from engine.load import load_engine
@@ -230,15 +236,13 @@ async def run(
 
     console = Console(width=110)
     rows: list[dict[str, Any]] = []
-    async with AsyncExitStack() as stack:
+    settings = SchedulerConfig(max_queue=256)
+    async with Scheduler(engine_factory=engine, config=settings) as scheduler:
+        info = scheduler.info
         ours: dict[str, Contender] = {}
         for depth in depths:
-            settings = SchedulerConfig(depth=depth, max_queue=256)
-            scheduler = await stack.enter_async_context(
-                Scheduler(engine_factory=engine, config=settings)
-            )
-            ours[f"selfdraft depth {depth}"] = partial(selfdraft, scheduler)
-            info = scheduler.info
+            policy = depth_policy(depth, info.max_depth)
+            ours[f"selfdraft depth {depth}"] = partial(selfdraft, scheduler, policy)
         console.print(f"{info.model} on {info.device}, {info.dtype}, {info.quantization}")
         unpack = info.device.startswith("cpu") and info.quantization != "none"
         rival = MlxLm(config.model, dequantize=unpack) if rivals else None

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import grpc
-from selfdraft.client import Client, Generation, SelfdraftError
+from selfdraft import Client, Generation, SelfdraftError
 
 
 @dataclass

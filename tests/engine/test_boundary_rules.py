@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from engine.cache import PagePool
 from engine.cycle import DecodeCycle
@@ -85,12 +83,12 @@ def test_reuse_changes_no_bit(model: Qwen35Model, name: str, depth: int) -> None
 
 
 def _prefix_not_counted(patch: pytest.MonkeyPatch) -> None:
-    count = Prefill._prompted
+    count = Prefill._counted
 
-    def without(self: Prefill, row: PrefillRow, chunk: PrefillChunk) -> NDArray[np.bool_] | None:
+    def without(self: Prefill, row: PrefillRow, chunk: PrefillChunk) -> Any:
         return count(self, row, replace(chunk, prefix=None))
 
-    patch.setattr(Prefill, "_prompted", without)
+    patch.setattr(Prefill, "_counted", without)
 
 
 def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ that each stream is what the request would have got alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from engine.plan import SamplingParams, StepPlan
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
+from scheduler.prefix import Yield
 from scheduler.request import (
     Event,
     Finished,
     FinishReason,
     GenerationRequest,
+    Priority,
     QueueFullError,
+    Refusal,
     Tokens,
 )
 from tests.scheduler.fake_engine import FakeEngine, expected_tokens, fake_logprobs
@@ -133,6 +136,7 @@ class Stream:
         assert usage.prompt_tokens == len(self.request.prompt_ids)
         assert usage.accepted_tokens <= usage.draft_tokens
         assert 0 <= usage.cached_tokens < usage.prompt_tokens
+        assert usage.cycles <= max(0, len(self.tokens) - 1)
         form = self.request.constraint
         if isinstance(form, Multiples):
             assert form.advanced[: len(self.tokens)] == self.tokens
@@ -163,6 +167,11 @@ class Bench:
         self.live: dict[str, Stream] = {}
         self.outstanding: list[StepPlan] = []
 
+    @property
+    def displaced(self) -> int:
+        """Rows that were freed for the sake of a higher class."""
+        return self.core.statistics(self.now).preemptions["priority"]
+
     # --- moves -----------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> Stream:
@@ -187,14 +196,18 @@ class Bench:
     def plan(self) -> StepPlan:
         """Plan, and submit unless it is empty."""
         ready = self._must_decode()
+        displaced = self.displaced
+        leaving = {row for row, s in self.core._rows.items() if s.leaving is not None}
         plan = self.core.plan(self.now)
+        again = leaving & (decoding(plan) | {chunk.row for chunk in plan.prefill})
+        assert not again, f"rows {again} are preempted and planned again"
         self._deliver(self.core.take_events())
         for stream in self.live.values():
             due = stream.request.deadline
             assert due is None or due > self.now, f"{stream.request.request_id} is past due"
         left_out = {row for row, stream in ready.items() if stream.finished is None}
-        left_out -= decoding(plan)
-        assert not left_out, f"rows {left_out} could decode and were left out"
+        if self.displaced == displaced:
+            self._check_left_out(left_out - decoding(plan), plan)
         if not plan.is_empty:
             self.engine.submit(plan)
             self.outstanding.append(plan)
@@ -243,7 +256,7 @@ class Bench:
         assert self.engine.rows == 0, "a row is left in the engine"
         statistics = self.core.statistics(self.now)
         kept = statistics.pages_cached
-        assert (statistics.pages_used, statistics.pages_reserved) == (kept, kept)
+        assert (statistics.pages_used, statistics.preempted_waiting) == (kept, 0)
         assert set(self.engine.cache.boundaries) == {e.boundary for e in self.core.keeping.cache}
         assert sum(statistics.finished.values()) == statistics.submitted == len(self.streams)
         for stream in self.streams.values():
@@ -255,18 +268,37 @@ class Bench:
         self.core.keeping.cache.clear("flush")
         self.run()
         statistics = self.core.statistics(self.now)
-        assert (statistics.pages_used, statistics.pages_reserved) == (0, 0)
+        assert statistics.pages_used == 0
         assert (statistics.entries, statistics.sessions) == (0, 0)
         assert not self.engine.cache.boundaries
 
     # --- checks ----------------------------------------------------------------------------------
 
+    def _check_left_out(self, rows: set[int], plan: StepPlan) -> None:
+        """A row that could decode does, unless it leaves or there are no pages for it and those
+        before it; then nobody starts."""
+        core = self.core
+        left_out = [core._rows[row] for row in rows if row in core._rows]
+        short = [s for s in left_out if s.leaving is None]
+        for sequence in short:
+            lack = core._memory.missing(sequence, sequence.reach(0))
+            assert lack, f"row {sequence.row} could decode and was left out"
+        if short:
+            room = core.keeping.cache.can_make_room(core._memory.owed, most=Yield.AWAITED)
+            assert not room, f"rows {rows} are owed pages that could be had"
+            started = [chunk.row for chunk in plan.prefill if chunk.spec is not None]
+            assert not started, f"rows {started} start while others have no page to grow into"
+
     def _must_decode(self) -> dict[int, Stream]:
         """Rows that have begun to stream, may go on, and whose reader keeps up."""
         ready = {}
         for request_id, stream in self.live.items():
-            row = self.core._live[request_id].row
+            sequence = self.core._live[request_id]
+            row = sequence.row
+            if sequence.is_gone or sequence.prefilling or not sequence.started:
+                continue  # it is computed again
             named = sum(row in decoding(plan) for plan in self.outstanding)
+            named += sum(c.row == row and c.last for p in self.outstanding for c in p.prefill)
             more = len(stream.tokens) + named < stream.request.max_tokens
             more = more and not (stream.request.constraint and named)
             if stream.tokens and more and stream.unread < self.config.stream_buffer:
@@ -303,6 +335,10 @@ SMALL = SchedulerConfig(
     session_ttl_s=60 * TICK_S,
     max_sessions=4,
 )
+
+
+TINY = replace(SMALL, page_watermark=0.0)
+"""For pools that one request can fill: rows are preempted all the time."""
 
 
 def random_prompt(rng: random.Random, streams: Iterable[Stream]) -> list[int]:
@@ -364,16 +400,21 @@ def fuzz(
     requests: int,
     in_flight: int,
     config: SchedulerConfig = SMALL,
+    dress: Callable[[GenerationRequest], GenerationRequest] = lambda request: request,
+    priorities: bool = False,
     **engine: int,
 ) -> Bench:
-    """Random requests, cancels, deadlines and readers; raises when a check fails."""
-    rng = random.Random(seed)
+    """Random requests, cancels, deadlines and readers; raises when a check fails. `dress` may
+    change each request. `priorities`: of random classes."""
+    rng, classes = random.Random(seed), random.Random(seed)
     bench = Bench(engine=small_engine(**engine), config=config, in_flight=in_flight)
     waiting = [random_request(rng, 0, 0.0)]
     made = 1
     while made < requests or waiting:
         while made < requests and len(waiting) < 3:
-            request = random_request(rng, made, bench.now, bench.streams.values())
+            request = dress(random_request(rng, made, bench.now, bench.streams.values()))
+            if priorities:
+                request = replace(request, priority=classes.choice(list(Priority)))
             several = samples(rng, request)[: requests - made]
             waiting += several
             made += len(several)
@@ -382,8 +423,9 @@ def fuzz(
                 try:
                     bench.submit(request).reads = rng.random() > 0.25
                     waiting.remove(request)
-                except QueueFullError:
-                    break
+                except QueueFullError as refusal:
+                    if refusal.reason is not Refusal.DEADLINE:
+                        break
         if bench.live and rng.random() < 0.08:
             bench.cancel(rng.choice(list(bench.live)))
         if bench.live and rng.random() < 0.05:

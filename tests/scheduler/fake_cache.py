@@ -58,7 +58,8 @@ class FakeCache:
         self.boundaries: dict[int, Boundary] = {}
         self._limit = boundaries
         self._pages = pages
-        self._newest = 0
+        self._used: set[int] = set()
+        """Boundary ids that there have been."""
         self._rows: dict[int, set[int]] = {}
         """[page]: rows that have it in their tables."""
         self._saved: dict[int, set[int]] = {}
@@ -130,9 +131,9 @@ class FakeCache:
     # --- boundaries ------------------------------------------------------------------------------
 
     def save(self, boundary: int, saved: Boundary) -> None:
-        require(boundary > self._newest, f"boundary id {boundary} is not new")
+        require(boundary not in self._used, f"boundary id {boundary} is not new")
         require(len(saved.pages) * self.page_size >= saved.position, "pages of a boundary")
-        self._newest = boundary
+        self._used.add(boundary)
         self.boundaries[boundary] = saved
         for page in saved.pages:
             self._saved.setdefault(page, set()).add(boundary)

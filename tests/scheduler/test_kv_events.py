@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from scheduler import kv_events, prefix
 from scheduler.kv_events import KvEvent, KvEventLog, Removed, Stored, live_chains
 from scheduler.pages import PagePool
-from scheduler.prefix import ROOT, PrefixCache, Yield, page_hashes
+from scheduler.prefix import PrefixCache, Yield, page_hashes, root
 from tests.scheduler.bench import fuzz
 
 PAGE = 4
@@ -58,11 +59,10 @@ def truth(cache: PrefixCache) -> dict[bytes, tuple[bytes | None, tuple[int, ...]
     """The same from the entries themselves."""
     blocks = {}
     for entry in cache:
-        hashes = page_hashes(entry.tokens, PAGE)
+        hashes = page_hashes(entry.tokens, PAGE, entry.hashes[:1])
         for n in range(1, len(hashes)):
             tokens = entry.tokens[(n - 1) * PAGE : n * PAGE]
-            parent = None if hashes[n - 1] == ROOT else hashes[n - 1]
-            blocks[hashes[n]] = (parent, tuple(tokens.tolist()))
+            blocks[hashes[n]] = (hashes[n - 1] if n > 1 else None, tuple(tokens.tolist()))
     return blocks
 
 
@@ -82,7 +82,7 @@ def check_readers(seed: int = 7, steps: int = 400, **log: int) -> list[Reader]:
             pages = pool.take(-(-len(tokens) // PAGE))
             cache.add(
                 tokens=tokens,
-                hashes=cache.hashes(tokens),
+                hashes=cache.hashes(tokens, root(rng.choice(["", "", "ada"]))),
                 pages=pages,
                 mtp=True,
                 row=step,
@@ -169,6 +169,14 @@ def a_kept_block_is_stored_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix, "chain", again)
 
 
+def a_salt_is_a_block(patch: pytest.MonkeyPatch) -> None:
+    def under_the_root(hashes: Any, tokens: Any, known: int, page: int) -> Stored:
+        return replace(chain_well(hashes, tokens, known, page), parent=hashes[known] or None)
+
+    chain_well = kv_events.chain
+    patch.setattr(prefix, "chain", under_the_root)
+
+
 def evictions_are_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix, "Removed", lambda hashes: Removed(hashes=()))
 
@@ -193,6 +201,7 @@ BEHIND = partial(check_readers, max_events=5)
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (a_shared_block_is_removed_with_its_first_entry, check_readers),
     (a_kept_block_is_stored_again, check_readers),
+    (a_salt_is_a_block, check_readers),
     (evictions_are_not_told, check_readers),
     (a_reader_that_is_behind_is_not_told, BEHIND),
     (a_snapshot_repeats_what_entries_share, BEHIND),

@@ -63,7 +63,7 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 async def settled(s: Scheduler) -> None:
     """Rows and pages are free; nothing is in flight."""
     await until(lambda: s.statistics().rows_held == 0 and s.statistics().in_flight == 0)
-    assert s.statistics().pages_reserved == 0
+    assert s.statistics().pages_used == 0
     assert s.failure is None
 
 

@@ -5,21 +5,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import random
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from scheduler.config import SchedulerConfig
 from scheduler.request import (
     FinishReason,
     GenerationRequest,
+    Priority,
     QueueFullError,
+    Refusal,
 )
 from tests.scheduler.bench import (
     SMALL,
     TICK_S,
+    TINY,
     Bench,
     Multiples,
     fuzz,
@@ -30,12 +36,13 @@ from tests.scheduler.bench import (
 
 class CoreMachine(RuleBasedStateMachine):
     in_flight: ClassVar[int]
+    pages: ClassVar[int] = 60
+    config: ClassVar[SchedulerConfig] = SMALL
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(
-            engine=small_engine(boundaries=5), config=SMALL, in_flight=self.in_flight
-        )
+        engine = small_engine(boundaries=5, pages=self.pages)
+        self.bench = Bench(engine=engine, config=self.config, in_flight=self.in_flight)
         self.count = 0
 
     @rule(
@@ -50,6 +57,7 @@ class CoreMachine(RuleBasedStateMachine):
         form=st.none() | st.sampled_from([2, 3]),
         follows=st.none() | st.integers(0, 20),
         samples=st.sampled_from([1, 1, 1, 3]),
+        priority=st.sampled_from(Priority),
     )
     def submit(
         self,
@@ -64,6 +72,7 @@ class CoreMachine(RuleBasedStateMachine):
         form: int | None,
         follows: int | None,
         samples: int,
+        priority: Priority,
     ) -> None:
         """`follows`: the prompt goes on from what an earlier stream has had so far."""
         streams = list(self.bench.streams.values())
@@ -84,13 +93,18 @@ class CoreMachine(RuleBasedStateMachine):
                 session_id=session,
                 constraint=None if form is None else Multiples(form, 60),
                 group=group,
+                priority=priority,
             )
             self._submit(request, reads)
 
     def _submit(self, request: GenerationRequest, reads: bool) -> None:
         try:
             self.bench.submit(request).reads = reads
-        except QueueFullError:
+        except QueueFullError as refusal:
+            if refusal.reason is Refusal.DEADLINE:
+                assert request.deadline is not None
+                assert request.deadline > self.bench.now
+                return
             statistics = self.bench.core.statistics(self.bench.now)
             full = statistics.queued_requests == SMALL.max_queue
             size = len(request.prompt_ids)
@@ -157,6 +171,18 @@ class PipelinedMachine(CoreMachine):
     in_flight = 2
 
 
+class TinyPlainMachine(PlainMachine):
+    """Any request may fill the pool, so that rows are preempted all the time."""
+
+    pages = 24
+    config = TINY
+
+
+class TinyPipelinedMachine(PipelinedMachine):
+    pages = 24
+    config = TINY
+
+
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=40,
@@ -167,6 +193,10 @@ TestPlain = PlainMachine.TestCase
 TestPlain.settings = SETTINGS
 TestPipelined = PipelinedMachine.TestCase
 TestPipelined.settings = SETTINGS
+TestTinyPlain = TinyPlainMachine.TestCase
+TestTinyPlain.settings = SETTINGS
+TestTinyPipelined = TinyPipelinedMachine.TestCase
+TestTinyPipelined.settings = SETTINGS
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -181,6 +211,54 @@ def test_a_thousand_requests_leave_nothing(in_flight: int) -> None:
     assert statistics.pages_peak <= statistics.pages_total
     assert min(statistics.prefix_hits, statistics.guided_cycles) > 100
     assert {"pages", "boundaries"} <= set(statistics.evictions)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("engine", [{}, {"boundaries": 0}, {"max_rows": 3}], ids=str)
+def test_rows_that_are_preempted_all_the_time_get_what_they_get_alone(
+    engine: dict[str, Any], in_flight: int
+) -> None:
+    bench = fuzz(
+        seed=in_flight,
+        requests=250,
+        in_flight=in_flight,
+        config=TINY,
+        priorities=True,
+        pages=24,
+        **engine,
+    )
+    statistics = bench.core.statistics(bench.now)
+    assert min(statistics.preemptions.values()) > 3
+    assert statistics.recomputed_tokens > 50
+    ends = [stream.finished for stream in bench.streams.values() if stream.finished]
+    most = max(end.usage.preemptions for end in ends)
+    assert sum(end.usage.preemptions for end in ends) == sum(statistics.preemptions.values())
+    assert most > 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_preempt_each_other_are_done_before_rows_one_by_one(
+    seed: int, in_flight: int
+) -> None:
+    """No livelock: a trace takes fewer steps than its requests would one after the other."""
+    rng = random.Random(seed)
+    engine = small_engine(pages=24, boundaries=rng.choice([0, 5]))
+    config = replace(TINY, max_queue=40, max_queued_tokens=2000, depth=rng.choice([0, 3]))
+    bench = Bench(engine=engine, config=config, in_flight=in_flight)
+    steps = 0
+    for number in range(30):
+        prompt, most = rng.randint(1, 50), rng.randint(1, 46)
+        priority = rng.choice(list(Priority))
+        bench.submit(
+            make_request(
+                f"r{number}", prompt=prompt, max_tokens=most, seed=number, priority=priority
+            )
+        )
+        steps += -(-prompt // 16) + most
+    assert bench.run(steps) > 0
+    assert sum(bench.core.statistics(bench.now).preemptions.values()) > 5
+    bench.finish()
 
 
 def test_the_same_inputs_give_the_same_plans() -> None:

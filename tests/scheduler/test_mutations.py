@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,20 +17,42 @@ import anyio.to_thread
 import pytest
 
 from engine.plan import EngineFailedError, KeepRow
-from scheduler import RequestHandle, Scheduler, acceptance, costs, depth, prefix
+from scheduler import (
+    RequestHandle,
+    Scheduler,
+    acceptance,
+    costs,
+    depth,
+    pace,
+    preemption,
+    prefill,
+    prefix,
+)
 from scheduler.cohorts import CohortPlanner
 from scheduler.core import SchedulerCore
+from scheduler.delivery import Delivery
+from scheduler.door import Door
 from scheduler.groups import Groups
+from scheduler.keeping import Keeping
 from scheduler.memory import RowMemory
+from scheduler.pace import Budget, Pace
 from scheduler.pages import IntegrityError, PagePool, PageTables
+from scheduler.preemption import Preemption
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
 from scheduler.request import Finished, FinishReason, Tokens
-from scheduler.sequence import Sequence
+from scheduler.sequence import Preempted, Sequence
 from scheduler.thread import OwnerThread
-from tests.scheduler import test_depth, test_loop, test_prefix, test_sessions
-from tests.scheduler.bench import fuzz
+from tests.scheduler import (
+    test_depth,
+    test_loop,
+    test_pace,
+    test_preemption,
+    test_prefix,
+    test_sessions,
+)
+from tests.scheduler.bench import TINY, fuzz
 from tests.scheduler.fake_engine import PlanError
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -52,17 +75,6 @@ def a_page_is_not_freed(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def a_promise_is_kept_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    def free(self: PagePool, owner: int) -> None:
-        promised = self._promised_sum
-        free_well(self, owner)
-        self._promised_sum = promised
-
-    free_well = PagePool.free
-    patch.setattr(PagePool, "free", free)
-
-
-@mutation
 def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
     def allocate(self: PagePool, owner: int, count: int) -> list[int]:
         pages = allocate_well(self, owner, count)
@@ -75,8 +87,8 @@ def a_page_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutation
-def rows_start_without_a_reservation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagePool, "can_reserve", lambda self, count: True)
+def rows_start_without_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "can_make_room", lambda self, pages, **others: True)
 
 
 @mutation
@@ -196,11 +208,10 @@ def a_row_decodes_before_its_prompt_is_complete(patch: pytest.MonkeyPatch) -> No
 
 @mutation
 def chunks_overlap(patch: pytest.MonkeyPatch) -> None:
-    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any) -> int:
-        size = chunk_well(self, sequence, ticket)
+    def chunk(self: PrefillPlanner, sequence: Sequence, ticket: Any, end: int) -> None:
+        chunk_well(self, sequence, ticket, end)
         if sequence.prefilling:
             sequence.cursor -= 1
-        return size
 
     chunk_well = PrefillPlanner._chunk
     patch.setattr(PrefillPlanner, "_chunk", chunk)
@@ -230,25 +241,26 @@ def results_do_not_settle_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def tokens_after_the_end_are_delivered(patch: pytest.MonkeyPatch) -> None:
-    def discard(self: SchedulerCore, row: Any) -> None:
-        if row is not None and row.tokens:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
+        if s.cause is not None and row is not None and row.tokens:
             late = Tokens(ids=row.tokens, drafted=0, accepted=0, at=0.0)
-            owner = self._rows[row.row].request_id
-            self._outbox.append((owner, late))
+            self._outbox.append((s.request_id, late))
+        return apply_well(self, s, row, most, now)
 
-    patch.setattr(SchedulerCore, "_discard", discard)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
 def a_later_cause_replaces_the_first(patch: pytest.MonkeyPatch) -> None:
-    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
         if s.cause is not None and row is not None and row.finish is not None:
             finished = Finished(reason=FinishReason.STOP, usage=s.usage(now))
             self._outbox.append((s.request_id, finished))
         return apply_well(self, s, row, most, now)
 
-    apply_well = SchedulerCore._apply
-    patch.setattr(SchedulerCore, "_apply", apply)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
@@ -264,9 +276,9 @@ def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
-    def cohorts(self: SchedulerCore) -> Any:
+    def cohorts(self: SchedulerCore, served: Any) -> Any:
         paused = any(s.paused_at is not None for s in self._live.values())
-        return ([], []) if paused else cohorts_well(self)
+        return ([], []) if paused else cohorts_well(self, served)
 
     cohorts_well = SchedulerCore._cohorts
     patch.setattr(SchedulerCore, "_cohorts", cohorts)
@@ -279,7 +291,7 @@ def deadlines_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def the_queue_has_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitingQueue, "refusal", lambda self, prompt_tokens: None)
+    patch.setattr(Door, "refusal", lambda self, request, prompt_tokens, now: None)
 
 
 @mutation
@@ -320,10 +332,10 @@ def a_borrower_gets_the_partly_filled_page_itself(patch: pytest.MonkeyPatch) -> 
         if entry is None:
             return start_well(self, sequence, entry)
         pages = entry.pages.tolist()
-        worst = sequence.pages_at_worst(self._page_size)
-        self._pool.reserve(sequence.row, worst - len(pages), pages)
+        self._pool.open(sequence.row, pages)
         sequence.slot = self._tables.take_slot()
         self._tables.extend(sequence.slot, pages)
+        self.grow(sequence, len(sequence.prompt))
         return None
 
     start_well = RowMemory.start
@@ -383,15 +395,15 @@ def a_row_is_kept_while_a_step_names_it(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def tokens_after_the_end_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    def apply(self: SchedulerCore, s: Sequence, row: Any, most: int, now: float) -> int:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
         before = len(s.output) if s.cause is not None else None
         tokens = apply_well(self, s, row, most, now)
         if before is not None:
             del s.output[before:]
         return tokens
 
-    apply_well = SchedulerCore._apply
-    patch.setattr(SchedulerCore, "_apply", apply)
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
 
 
 @mutation
@@ -409,8 +421,8 @@ def a_guided_row_is_planned_while_a_step_names_it(patch: pytest.MonkeyPatch) -> 
 
 @mutation
 def an_entry_in_use_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    def make_room(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return room_well(self, pages, spare=None, most=most)
+    def make_room(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return room_well(self, pages, **{**others, "spare": None})
 
     room_well = PrefixCache.make_room
     patch.setattr(PrefixCache, "make_room", make_room)
@@ -437,13 +449,108 @@ def the_engine_is_not_told_to_drop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "planned", planned)
 
 
-@mutation
-def what_is_shared_is_reserved_again(patch: pytest.MonkeyPatch) -> None:
-    def reserve(self: PagePool, owner: int, count: int, shared: Any = ()) -> None:
-        reserve_well(self, owner, count + len(shared), shared)
+# --- preemption -----------------------------------------------------------------------------------
 
-    reserve_well = PagePool.reserve
-    patch.setattr(PagePool, "reserve", reserve)
+TINY_MUTATIONS: dict[str, Patch] = {}
+
+
+def in_tiny_pools(function: Patch) -> Patch:
+    TINY_MUTATIONS[function.__name__] = function
+    return function
+
+
+@in_tiny_pools
+def a_preempted_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def reap(self: SchedulerCore, now: float) -> Any:
+        leaving = [s for s in self._rows.values() if s.leaving is not None]
+        held = [(s, s.tickets) for s in leaving]
+        for sequence in leaving:
+            sequence.tickets = 0
+        reaped = reap_well(self, now)
+        for sequence, tickets in held:
+            sequence.tickets = tickets
+        return reaped
+
+    reap_well = SchedulerCore._reap
+    patch.setattr(SchedulerCore, "_reap", reap)
+
+
+@in_tiny_pools
+def a_row_that_leaves_is_planned_on(patch: pytest.MonkeyPatch) -> None:
+    can_decode = Sequence.__dict__["can_decode"].fget
+
+    def eager(self: Sequence) -> bool:
+        leaving, self.leaving = self.leaving, None
+        result = bool(can_decode(self))
+        self.leaving = leaving
+        return result
+
+    patch.setattr(Sequence, "can_decode", property(eager))
+
+
+@in_tiny_pools
+def what_it_had_emitted_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def suspend(self: Sequence, now: float) -> None:
+        suspend_well(self, now)
+        self.prompt = self.asked
+
+    suspend_well = Sequence.suspend
+    patch.setattr(Sequence, "suspend", suspend)
+
+
+@in_tiny_pools
+def a_resumed_row_may_emit_all_of_it_again(patch: pytest.MonkeyPatch) -> None:
+    spec_well = Sequence.spec
+    patch.setattr(
+        Sequence,
+        "spec",
+        lambda self: replace(spec_well(self), max_tokens=self.request.max_tokens),
+    )
+
+
+@in_tiny_pools
+def tokens_in_flight_when_it_left_are_lost(patch: pytest.MonkeyPatch) -> None:
+    def apply(self: Delivery, s: Sequence, row: Any, most: int, now: float) -> int:
+        if s.leaving is not None and s.cause is None:
+            s.output += row.tokens
+            return 0
+        return apply_well(self, s, row, most, now)
+
+    apply_well = Delivery._apply
+    patch.setattr(Delivery, "_apply", apply)
+
+
+@in_tiny_pools
+def a_row_without_a_page_is_planned(patch: pytest.MonkeyPatch) -> None:
+    def serve(self: Preemption, ready: Any, reap: Any) -> Any:
+        serve_well(self, ready, reap)
+        return set(ready)
+
+    serve_well = Preemption.serve
+    patch.setattr(Preemption, "serve", serve)
+
+
+@in_tiny_pools
+def nobody_leaves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Preemption, "_make_leave", lambda self, ready: None)
+
+
+@in_tiny_pools
+def drafts_take_pages_that_are_owed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMemory, "can_grow", lambda self, rows, depth: True)
+
+
+@in_tiny_pools
+def the_same_row_is_not_told_apart(patch: pytest.MonkeyPatch) -> None:
+    """A preempted request stays under its old row id."""
+
+    def suspend(self: Sequence, now: float) -> None:
+        row = self.row
+        suspend_well(self, now)
+        self.row = row
+
+    suspend_well = Sequence.suspend
+    patch.setattr(Sequence, "suspend", suspend)
 
 
 CHECKS = (IntegrityError, PlanError, EngineFailedError, AssertionError)
@@ -456,8 +563,29 @@ def test_the_checks_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         fuzz(seed=11, requests=300, in_flight=2)
 
 
+def fuzz_tiny_pools() -> None:
+    for seed in (11, 12):
+        fuzz(
+            seed=seed,
+            requests=200,
+            in_flight=2,
+            config=TINY,
+            priorities=True,
+            pages=24,
+            boundaries=6,
+        )
+
+
+@pytest.mark.parametrize("name", TINY_MUTATIONS)
+def test_the_checks_see_in_tiny_pools(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    TINY_MUTATIONS[name](monkeypatch)
+    with pytest.raises(CHECKS):
+        fuzz_tiny_pools()
+
+
 def test_without_a_mutation_nothing_is_seen() -> None:
     fuzz(seed=11, requests=300, in_flight=2)
+    fuzz_tiny_pools()
 
 
 # --- faults that need a test of their own to be seen ------------------------------------------
@@ -574,12 +702,12 @@ def a_session_pins_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def pins_never_yield(patch: pytest.MonkeyPatch) -> None:
-    make_room = PrefixCache.make_room
+    make_room = PrefixCache.can_make_room
 
-    def stubborn(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return make_room(self, pages, spare=spare, most=Yield.LOOSE)
+    def stubborn(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return make_room(self, pages, **{**others, "most": Yield.LOOSE})
 
-    patch.setattr(PrefixCache, "make_room", stubborn)
+    patch.setattr(PrefixCache, "can_make_room", stubborn)
 
 
 def samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -589,15 +717,199 @@ def samples_do_not_wait(patch: pytest.MonkeyPatch) -> None:
 def the_match_is_never_given_up(patch: pytest.MonkeyPatch) -> None:
     make_room = PrefixCache.make_room
 
-    def faithful(self: PrefixCache, pages: int, *, spare: Any, most: Any) -> bool:
-        return (spare is not None or not len(self)) and make_room(
-            self, pages, spare=spare, most=most
-        )
+    def faithful(self: PrefixCache, pages: int, **others: Any) -> bool:
+        return bool(others.get("spare") or not len(self)) and make_room(self, pages, **others)
 
     patch.setattr(PrefixCache, "make_room", faithful)
 
 
+def the_most_senior_row_leaves_first(patch: pytest.MonkeyPatch) -> None:
+    staying = Preemption._staying
+    patch.setattr(Preemption, "_staying", lambda self: staying(self)[::-1])
+
+
+def the_class_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(preemption, "seniority", lambda s: (0, s.paused_at is not None, s.order))
+
+
+def who_reads_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(preemption, "seniority", lambda s: (-s.priority, False, s.order))
+
+
+def a_resumed_row_is_the_youngest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(preemption, "seniority", lambda s: (-s.priority, s.paused_at is not None, s.row))
+
+
+def the_output_counts_as_prompt(patch: pytest.MonkeyPatch) -> None:
+    spec = Sequence.spec
+    patch.setattr(Sequence, "spec", lambda self: replace(spec(self), output_start=None))
+
+
+def the_minimum_starts_anew(patch: pytest.MonkeyPatch) -> None:
+    spec = Sequence.spec
+    patch.setattr(
+        Sequence, "spec", lambda self: replace(spec(self), min_tokens=self.request.min_tokens)
+    )
+
+
+def it_comes_back_behind_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "requeue", WaitingQueue.push)
+
+
+def it_comes_back_unread(patch: pytest.MonkeyPatch) -> None:
+    suspend = Sequence.suspend
+
+    def forget(self: Sequence, now: float) -> None:
+        suspend(self, now)
+        self.paused_at = None
+
+    patch.setattr(Sequence, "suspend", forget)
+
+
+def no_margin_is_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowMemory, "margin", lambda self, alone: 0)
+
+
+def rows_are_preempted_before_prefixes_go(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "evictable", lambda self, most, **others: 0)
+
+
+def nothing_of_it_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Keeping, "leave", lambda self, sequence, table: None)
+
+
+def a_turn_is_over_when_it_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Keeping, "leave", lambda self, s, table: Keeping.end(self, s, table, 0.0))
+
+
+def what_it_left_is_not_its_sessions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Keeping, "end_waiting", lambda self, sequence, now: None)
+
+
+def it_started_when_it_resumed(patch: pytest.MonkeyPatch) -> None:
+    suspend = Sequence.suspend
+
+    def forget(self: Sequence, now: float) -> None:
+        suspend(self, now)
+        self.cached_at_first = None
+
+    patch.setattr(Sequence, "suspend", forget)
+
+
+def it_is_displaced_for_ever(patch: pytest.MonkeyPatch) -> None:
+    suspend = Sequence.suspend
+
+    def forget(self: Sequence, now: float) -> None:
+        suspend(self, now)
+        self.displaced = 0
+
+    patch.setattr(Sequence, "suspend", forget)
+
+
+def rows_are_displaced_in_vain(patch: pytest.MonkeyPatch) -> None:
+    def displace(self: Preemption, waiting: Sequence, ticket: Any) -> bool:
+        for sequence in self._staying():
+            if sequence.priority < waiting.priority:
+                sequence.leaving = Preempted.PRIORITY
+        return True
+
+    patch.setattr(Preemption, "displace", displace)
+
+
+def nobody_is_displaced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Preemption, "displace", lambda self, waiting, ticket: False)
+
+
+def a_displaced_row_waits_for_the_next_plan(patch: pytest.MonkeyPatch) -> None:
+    displace = Preemption.displace
+
+    def later(self: Preemption, waiting: Sequence, ticket: Any) -> bool:
+        displace(self, waiting, ticket)
+        return False
+
+    patch.setattr(Preemption, "displace", later)
+
+
+the = test_preemption
+
+
+def the_budget_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Budget, "_affords", lambda self, tokens, start: True)
+
+
+def the_share_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pace, "credit", property(lambda self: 0.0))
+
+
+def the_share_is_a_gift(patch: pytest.MonkeyPatch) -> None:
+    """What chunks took is not subtracted."""
+    patch.setattr(Pace, "_gain", lambda self, load, step_s, prefill_s: self._share * step_s)
+
+
+def prompts_are_not_cut_where_they_are_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillPlanner, "_end", lambda self, s: self._cut(s, s.cursor))
+
+
+def pieces_are_of_any_length(patch: pytest.MonkeyPatch) -> None:
+    def piece(self: Budget, start: int, end: int, *, whole: bool) -> int:
+        size = piece_well(self, start, end, whole=whole)
+        return size - 1 if size > 1 and self.costs is not None else size
+
+    piece_well = Budget.piece
+    patch.setattr(Budget, "piece", piece)
+
+
+def first_steps_are_learned(patch: pytest.MonkeyPatch) -> None:
+    def planned(self: Pace, budget: Any, shapes: Any, *, mixed: bool) -> Any:
+        load = planned_well(self, budget, shapes, mixed=mixed)
+        return load and replace(load, new=False)
+
+    planned_well = Pace.planned
+    patch.setattr(Pace, "planned", planned)
+
+
+def cycles_are_never_measured_beside_prompts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pace, "REFRESH", math.inf)
+
+
+def the_oldest_prompt_is_owed_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillPlanner, "_note_passing", lambda self, ticket: None)
+
+
+def prompts_go_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "OPEN", 1)
+
+
+def the_longest_goes_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "_order", lambda s: s.cursor - len(s.prompt))
+
+
+def classes_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill, "_order", lambda s: len(s.prompt) - s.cursor)
+
+
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
+    (the_most_senior_row_leaves_first, the.test_of_several_juniors_the_most_junior_leaves),
+    (the_class_does_not_count, partial(the.test_the_lowest_class_goes_first_then_the_youngest, 2)),
+    (who_reads_does_not_count, the.test_of_a_class_a_row_that_nobody_reads_goes_first),
+    (a_resumed_row_is_the_youngest, the.test_a_resumed_row_is_as_old_as_it_was),
+    (the_output_counts_as_prompt, partial(the.test_what_a_resumed_row_is_told, kept=True)),
+    (the_minimum_starts_anew, partial(the.test_what_a_resumed_row_is_told, kept=False)),
+    (nothing_of_it_is_kept, partial(the.test_what_a_resumed_row_is_told, kept=True)),
+    (it_comes_back_behind_others, the.test_preempted_requests_come_back_in_their_order),
+    (it_comes_back_unread, the.test_a_row_that_nobody_reads_does_not_come_back),
+    (no_margin_is_left, the.test_rows_start_only_beside_a_margin),
+    (rows_are_preempted_before_prefixes_go, the.test_kept_prefixes_go_before_any_row),
+    (a_turn_is_over_when_it_is_preempted, the.test_a_session_keeps_what_its_preempted_turn_left),
+    (what_it_left_is_not_its_sessions, the.test_a_session_keeps_what_its_preempted_turn_left),
+    (it_started_when_it_resumed, the.test_what_is_counted_goes_on),
+    (it_is_displaced_for_ever, partial(the.test_a_request_is_displaced_so_often_and_no_more, 1)),
+    (rows_are_displaced_in_vain, the.test_nobody_is_displaced_in_vain),
+    (nobody_is_displaced, partial(the.test_a_higher_class_takes_a_row, 2)),
+    (
+        a_displaced_row_waits_for_the_next_plan,
+        the.test_a_row_that_nobody_reads_is_displaced_when_nothing_else_happens,
+    ),
     (time_of_first_calls_counts, test_depth.test_the_first_call_of_a_shape_is_not_measured),
     (depth_0_is_no_candidate, partial(test_depth.test_speculation_that_loses_is_off, 1)),
     (acceptance_never_fades, partial(test_depth.test_follows_acceptance_down_and_up_again, 16)),
@@ -629,6 +941,26 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
         pins_never_yield,
         test_sessions.test_pins_yield_to_a_request_that_could_not_start_otherwise,
     ),
+    (the_budget_is_ignored, test_pace.check_gap),
+    (the_share_is_ignored, test_pace.check_share),
+    (the_share_is_a_gift, test_pace.check_share),
+    (
+        prompts_are_not_cut_where_they_are_saved,
+        partial(test_pace.check_cuts, [150, 90, 150], 64, 0.12, 0.2, 3, 0),
+    ),
+    (
+        pieces_are_of_any_length,
+        partial(test_pace.check_cuts, [150, 90, 150], 64, 0.12, 0.2, 3, 0),
+    ),
+    (first_steps_are_learned, test_pace.check_first_steps),
+    (
+        cycles_are_never_measured_beside_prompts,
+        test_pace.test_cycles_are_measured_now_and_then,
+    ),
+    (the_oldest_prompt_is_owed_nothing, test_pace.check_book),
+    (prompts_go_one_after_the_other, test_pace.check_short_prompts),
+    (the_longest_goes_first, test_pace.test_the_shorter_book_goes_first),
+    (classes_are_ignored, test_pace.test_a_higher_class_goes_first),
     (samples_do_not_wait, partial(test_prefix.test_parallel_samples_prefill_once, 1)),
     (
         the_match_is_never_given_up,
@@ -642,5 +974,5 @@ def test_its_own_test_sees(
     patch: Patch, check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch(monkeypatch)
-    with pytest.raises((AssertionError, TimeoutError)):
+    with pytest.raises((AssertionError, TimeoutError, IntegrityError)):
         check()

@@ -8,17 +8,17 @@ import pytest
 from scheduler.pages import IntegrityError, PagePool, PageTables
 
 
-def test_pages_come_out_of_the_reservation() -> None:
-    pool = PagePool(pages=10)
-    pool.reserve(1, 6)
-    assert (pool.used, pool.reserved) == (0, 6)
+def test_pages_are_taken_and_given_back() -> None:
+    pool = PagePool(pages=5)
+    pool.open(1)
+    assert (pool.used, pool.unused) == (0, 5)
     assert pool.allocate(1, 2) == [1, 2]
-    assert (pool.used, pool.reserved, pool.peak) == (2, 6, 2)
-    assert not pool.can_reserve(5)
-    pool.reserve(2, 4)
+    assert (pool.used, pool.unused, pool.peak) == (2, 3, 2)
+    assert not pool.can_allocate(4)
+    pool.open(2)
     assert pool.allocate(2, 1) == [3]
     pool.free(1)
-    assert (pool.used, pool.reserved, pool.peak) == (1, 4, 3)
+    assert (pool.used, pool.unused, pool.peak) == (1, 4, 3)
     pool.integrity([2])
     pool.free(2)
     pool.integrity([])
@@ -26,25 +26,26 @@ def test_pages_come_out_of_the_reservation() -> None:
 
 def test_no_page_is_the_null_page() -> None:
     pool = PagePool(pages=5)
-    pool.reserve(1, 5)
+    pool.open(1)
     assert sorted(pool.allocate(1, 5)) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda pool: pool.reserve(1, 1),
-        lambda pool: pool.reserve(2, 9),
-        lambda pool: pool.allocate(1, 3),
+        lambda pool: pool.open(1),
+        lambda pool: pool.take(9),
+        lambda pool: pool.allocate(1, 9),
         lambda pool: pool.allocate(7, 1),
         lambda pool: pool.integrity([1, 2]),
         lambda pool: pool.integrity([]),
     ],
-    ids=["owner twice", "beyond the pool", "beyond the promise", "stranger", "ghost", "leak"],
+    ids=["owner twice", "beyond the pool", "beyond it too", "stranger", "ghost", "leak"],
 )
 def test_what_must_not_happen_raises(act: Callable[[PagePool], object]) -> None:
     pool = PagePool(pages=10)
-    pool.reserve(1, 2)
+    pool.open(1)
+    pool.allocate(1, 2)
     with pytest.raises(IntegrityError):
         act(pool)
 
@@ -69,13 +70,14 @@ def test_tables_are_padded_and_cleared() -> None:
 
 def test_a_page_is_free_when_nobody_holds_it() -> None:
     pool = PagePool(pages=10)
-    pool.reserve(1, 4)
+    pool.open(1)
     owned = np.array(pool.allocate(1, 3), dtype=np.int32)
     pool.hold(owned[:2])
     pool.hold(owned[:1])
-    assert (pool.used, pool.cached, pool.reserved) == (3, 0, 4)
-    pool.reserve(2, 5, owned[:2].tolist())
-    assert (pool.used, pool.reserved) == (3, 9), "what is shared is not reserved"
+    assert (pool.used, pool.cached) == (3, 0)
+    pool.open(2, owned[:2].tolist())
+    assert (pool.used, pool.unused) == (3, 7), "what is shared is held once"
+    assert (pool.only_of([1]), pool.only_of([2]), pool.only_of([1, 2])) == (1, 0, 3)
     pool.free(1)
     assert (pool.used, pool.cached) == (2, 0)
     pool.drop(owned[:2])
@@ -94,7 +96,7 @@ def test_a_page_is_free_when_nobody_holds_it() -> None:
 @pytest.mark.parametrize("entries", [[], [[1], [1]], [[2]]], ids=["none", "twice", "another"])
 def test_holders_that_do_not_add_up_are_seen(entries: list[list[int]]) -> None:
     pool = PagePool(pages=3)
-    pool.reserve(1, 2)
+    pool.open(1)
     pool.hold(np.array(pool.allocate(1, 1), dtype=np.int32))
     with pytest.raises(IntegrityError, match="entries"):
         pool.integrity([1], [np.array(pages, dtype=np.int32) for pages in entries])

@@ -111,8 +111,7 @@ def test_whole_pages_are_shared_and_a_partly_filled_one_is_copied() -> None:
     assert source == kept[2]
     assert chunk.pages.tolist()[2] == target
     statistics = b.core.statistics(b.now)
-    assert statistics.pages_used == used + 1
-    assert statistics.pages_reserved == 3 + 8 - 2, "what is shared is not reserved again"
+    assert statistics.pages_used == used + 1, "what is shared is not taken again"
     b.finish()
 
 
@@ -247,16 +246,16 @@ def test_prefixes_give_way_to_rows() -> None:
 
 
 def test_the_whole_pool_can_be_had_although_a_match_needs_one_page_more() -> None:
-    """Sharing 38 of 40 tokens needs a copy of the tenth page beside the tenth page."""
+    """Sharing 74 of 76 tokens needs a copy of the 19th page beside the 19th page."""
     b = bench(pages=20, context_length=80)
-    first = b.submit(make_request("a", prompt=30, max_tokens=9))
+    first = b.submit(make_request("a", prompt=66, max_tokens=9))
     b.run()
-    prompt = [*range(1, 31), *first.tokens, 1]
-    second = b.submit(make_request("b", prompt=prompt, max_tokens=40))
+    prompt = [*range(1, 67), *first.tokens, 1]
+    second = b.submit(make_request("b", prompt=prompt, max_tokens=4))
     b.run()
     assert second.finished is not None
     assert second.finished.reason is FinishReason.LENGTH
-    assert usage(second).cached_tokens in (0, 16), "the match itself had to go"
+    assert usage(second).cached_tokens == 0, "the match itself had to go"
     b.finish()
 
 
@@ -283,7 +282,7 @@ def test_eviction_frees_only_what_nobody_else_holds() -> None:
     pool = PagePool(pages=10)
     cache = PrefixCache(boundaries=4, page_size=4, pool=pool)
     tokens = np.arange(16, dtype=np.int32)
-    pool.reserve(1, 4)
+    pool.open(1)
     pages = np.array(pool.allocate(1, 4), dtype=np.int32)
     hashes = page_hashes(tokens, 4)
     entries = [
@@ -416,7 +415,7 @@ def test_much_is_shared_and_nothing_is_lost(in_flight: int) -> None:
     """Every stream is what its request gets alone (`Bench.finish`), however tight memory is."""
     tight: list[dict[str, Any]] = [{"boundaries": 3}, {"pages": 24}, {"page_size": 16, "pages": 15}]
     for engine in ({}, *tight):
-        statistics = fuzz(seed=5, requests=70, in_flight=in_flight, **engine).core.statistics(1e9)
+        statistics = fuzz(seed=6, requests=90, in_flight=in_flight, **engine).core.statistics(1e9)
         assert statistics.prefix_hits > 5
         assert statistics.guided_cycles > 5
 

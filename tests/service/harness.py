@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from engine.plan import Engine, RowSpec
 from scheduler.config import SchedulerConfig
 from scheduler.request import FinishReason
 from scheduler.statistics import Statistics
-from service.config import RequestLimits, ServerConfig, ServiceConfig
+from service.config import RequestLimits, SecurityConfig, ServerConfig, ServiceConfig
 from service.logs import make_logger
 from service.server import Server
 from service.text.tokenizer import Tokenizer
@@ -138,12 +138,15 @@ class Running:
                 await anyio.sleep(0.005)
 
 
-def service_config(*, server: ServerConfig | None = None, **scheduler: Any) -> ServiceConfig:
+def service_config(
+    *, server: ServerConfig | None = None, security: SecurityConfig | None = None, **scheduler: Any
+) -> ServiceConfig:
     return ServiceConfig(
         engine=EngineConfig(model=Path("unused")),
         scheduler=SchedulerConfig(**scheduler),
         server=server or ServerConfig(port=0, metrics_port=0, drain_s=5.0),
         limits=RequestLimits(),
+        security=security or SecurityConfig(),
         log_format="json",
     )
 
@@ -156,9 +159,11 @@ async def running(
     with_tokenizer: Callable[[], Tokenizer] = tokenizer,
     ready: bool = True,
     metrics: bool = False,
+    client: Mapping[str, Any] | None = None,
     **fake: Any,
 ) -> AsyncIterator[Running]:
-    """A server for the length of the block; `fake` are options of its FakeEngine."""
+    """A server for the length of the block; `client` are options of its client, `fake` those of
+    its FakeEngine."""
     engines: list[ObedientEngine] = []
 
     def build() -> Engine:
@@ -186,8 +191,8 @@ async def running(
         with anyio.fail_after(10):
             await (server.ready if ready else server.bound).wait()
         assert server.addresses is not None
-        async with Client(server.addresses.grpc) as client:
-            up = Running(server=server, client=client, log=log, engines=engines, codes=codes)
+        async with Client(server.addresses.grpc, **(client or {})) as caller:
+            up = Running(server=server, client=caller, log=log, engines=engines, codes=codes)
             yield up
         assert up.defects_expected or not up.log_lines("unexpected error"), log.getvalue()
         server.stop.request()

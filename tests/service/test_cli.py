@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from service.cli import UsageError, _expected, main
-from service.config import ServerConfig, ServiceConfig, SettingError, parse_bytes
+from service.config import ServerConfig, ServiceConfig, SettingError, parse_bytes, parse_seconds
 from service.models import ModelNotFoundError, display_name, resolve
 from service.text.pieces import byte_of_character
 from tests.engine.tiny_checkpoints import write_checkpoint
@@ -113,7 +113,7 @@ def test_options_reach_the_server(served: Served, tmp_path: Path) -> None:
         assert said in wrong.stderr
 
 
-def test_options_of_reuse_reach_engine_and_scheduler(
+def test_options_of_reuse_and_pace_reach_engine_and_scheduler(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from service import launch
@@ -130,6 +130,7 @@ def test_options_of_reuse_reach_engine_and_scheduler(
         ["--deterministic", "--prefix-memory", "2MiB", "--no-prefix-cache", "--session-ttl", "9"],
         ["--prefix-memory", "0"],
         ["--no-prefix-cache"],
+        ["--max-token-gap", "250ms", "--prefill-share", "0.4"],
     ]
     for arguments in options:
         monkeypatch.setattr(sys, "argv", ["selfdraft", "serve", "--model", str(model), *arguments])
@@ -142,14 +143,17 @@ def test_options_of_reuse_reach_engine_and_scheduler(
             config.engine.prefix_memory,
             config.scheduler.prefix_cache,
             config.scheduler.session_ttl_s,
+            config.scheduler.max_token_gap_s,
+            config.scheduler.prefill_share,
         )
         for config in seen
     ]
     assert found == [
-        (False, None, True, 600),
-        (True, 2 << 20, False, 9),
-        (False, 0, True, 600),
-        (False, 0, False, 600),
+        (False, None, True, 600, None, 0.25),
+        (True, 2 << 20, False, 9, None, 0.25),
+        (False, 0, True, 600, None, 0.25),
+        (False, 0, False, 600, None, 0.25),
+        (False, None, True, 600, 0.25, 0.4),
     ]
 
 
@@ -255,6 +259,10 @@ def test_a_demo_shows_progress_on_a_terminal(model: Path) -> None:
         (("serve", "--kv-memory", "lots"), 2, "is not a size such as 512MiB"),
         (("serve", "--prefix-memory", "much"), 2, "is not a size such as 512MiB"),
         (("serve", "--session-ttl", "0"), 2, "session_ttl_s must be > 0 seconds"),
+        (("serve", "--max-token-gap", "soon"), 2, "is not a time such as 0.25 or 250ms"),
+        (("serve", "--max-token-gap", "0"), 2, "must be > 0 seconds"),
+        (("serve", "--deterministic", "--max-token-gap", "1"), 2, "not with deterministic"),
+        (("serve", "--prefill-share", "1.5"), 2, "prefill_share must be in [0, 1]"),
         (("serve", "--port", "70000"), 2, "port: must be in 0 … 65535"),
         (("serve", "--max-rows", "0"), 2, "max_rows"),
         (("serve", "--max-rows", "300"), 2, "max_rows"),
@@ -326,6 +334,18 @@ def test_defects_keep_their_traceback() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0.25", 0.25), ("250ms", 0.25), ("2 s", 2.0), (".5", 0.5), ("1e", None)]
+)
+def test_times(text: str, seconds: float | None) -> None:
+    if seconds is not None:
+        assert parse_seconds(text) == seconds
+        return
+    for wrong in (text, "", "-1", "0", "0ms", "2 min", "inf", "nan"):
+        with pytest.raises(SettingError):
+            parse_seconds(wrong)
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "0", "1XB", "1e3"])

@@ -161,6 +161,7 @@ async def test_a_clean_stop_teaches_the_next_server(monkeypatch: pytest.MonkeyPa
         return Loaded(vocab_size=VOCAB, cost=lambda rows, depth: 0.01 * (1 + depth))
 
     monkeypatch.setattr("engine.load.load_engine", load)
+    monkeypatch.setattr("engine.warmup.warm_up", lambda engine: None)
     config = ServiceConfig(
         engine=EngineConfig(model=FIXTURES / "byte_level"),
         server=ServerConfig(port=0, metrics_port=None),
@@ -192,6 +193,7 @@ async def test_a_foreign_table_keeps_a_server_from_starting(
         return engines[-1]
 
     monkeypatch.setattr("engine.load.load_engine", load)
+    monkeypatch.setattr("engine.warmup.warm_up", lambda engine: None)
     config = ServiceConfig(
         engine=EngineConfig(model=FIXTURES / "byte_level"),
         server=ServerConfig(port=0, metrics_port=None),

@@ -14,13 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from selfdraft import Client, SelfdraftError
 
+from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.plan import Engine
-from service.config import ServerConfig
+from service import launch
+from service.config import ServerConfig, ServiceConfig
 from service.health import SERVICE
 from service.logs import Logger, make_logger
 from service.server import BindError, Server
 from tests.scheduler.fake_engine import FakeEngine
-from tests.service.harness import VOCAB, Running, running, service_config, tokenizer
+from tests.service.harness import FIXTURES, VOCAB, Running, running, service_config, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -214,6 +217,38 @@ async def test_a_dead_engine_is_told_to_streams_probes_and_the_operator() -> Non
         assert up.codes == [1]
         assert up.log_lines("the engine failed")
         await watcher.close()
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_ready_is_said_after_the_warm_up(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[Server] = []
+    seen: list[bool] = []
+
+    def warm_up(engine: Engine) -> None:
+        seen.append(servers[0].ready.is_set())
+        if not works:
+            raise EngineError("warm-up at 1 rows and depth 0: NaN")
+
+    class Loaded(FakeEngine):
+        budget = None
+
+    monkeypatch.setattr("engine.load.load_engine", lambda *_: Loaded(vocab_size=VOCAB))
+    monkeypatch.setattr("engine.warmup.warm_up", warm_up)
+    config = ServiceConfig(
+        engine=EngineConfig(model=FIXTURES / "byte_level"),
+        server=ServerConfig(port=0, metrics_port=None),
+    )
+    servers.append(launch.make_server(config, silent()))
+    if works:
+        async with launch.running(servers[0]):
+            pass
+    else:
+        with pytest.raises(EngineError, match="NaN"):
+            await servers[0].run()
+    assert seen == [False]
+    assert servers[0].ready.is_set() is works
 
 
 async def test_load_errors_come_out_of_run() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import anyio
 import grpc
 import pytest
 from selfdraft import SelfdraftError
+from selfdraft.client import Priority
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service.loads import acceptance, hit_rate, kv_usage, loads
@@ -51,6 +53,56 @@ async def test_loads_tell_queue_rows_and_pages() -> None:
         assert after.generated_tokens == up.statistics.generated_tokens > 0
 
 
+async def test_prompt_tokens_ahead_are_those_not_prefilled_yet() -> None:
+    config = service_config(max_rows=1, prefill_chunk=16)
+    async with running(config=config, max_rows=1, step_s=0.01) as up:
+        generation = up.client.generate(token_ids=[9] * 400, max_tokens=900, ignore_eos=True)
+        await until_running(up, 1, 0)
+        seen = [await up.client.loads()]
+        with anyio.fail_after(5):
+            while seen[-1].prefilling_requests:
+                seen.append(await up.client.loads())
+        ahead = [now.prefilling_tokens for now in seen]
+        assert ahead == sorted(ahead, reverse=True)
+        assert ahead[-1] == 0
+        assert len(set(ahead)) > 5
+        assert 200 < ahead[0] <= 400
+        generation.cancel()
+
+
+async def test_loads_tell_who_waits() -> None:
+    config = service_config(max_rows=1)
+    async with running(config=config, max_rows=1, step_s=0.002) as up:
+        ask: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+        kinds: tuple[Priority, ...] = ("batch", "default", "batch")
+        streams = [up.client.generate(text="x", priority="interactive", **ask)]
+        await until_running(up, 1, 0)
+        streams += [up.client.generate(text="x", priority=kind, **ask) for kind in kinds]
+        await until_running(up, 1, 3)
+        now = await up.client.loads()
+        assert dict(now.queued_by_priority) == {"batch": 2, "default": 1, "interactive": 0}
+        assert (dict(now.preemptions), now.preempted_requests) == ({"pages": 0, "priority": 0}, 0)
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_preemptions_are_told() -> None:
+    config = service_config(max_rows=1)
+    async with running(config=config, max_rows=1, step_s=0.002) as up:
+        ask: dict[str, Any] = {"text": "x", "max_tokens": 900, "ignore_eos": True}
+        low = up.client.generate(priority="batch", **ask)
+        await until_running(up, 1, 0)
+        high = up.client.generate(priority="interactive", **ask)
+        with anyio.fail_after(5):
+            while not (now := await up.client.loads()).preempted_requests:
+                await anyio.sleep(0.005)
+        assert dict(now.preemptions) == {"pages": 0, "priority": 1}
+        assert dict(now.queued_by_priority) == {"batch": 1, "default": 0, "interactive": 0}
+        assert now.running_requests == 1
+        for stream in (low, high):
+            stream.cancel()
+
+
 async def test_pages_of_kept_prefixes_are_not_load() -> None:
     async with running(config=service_config(prefill_chunk=16), boundaries=8) as up:
         assert await up.works(token_ids=[7] * 200)
@@ -92,6 +144,8 @@ async def test_server_info() -> None:
         assert "vllm.grpc.engine.VllmEngine" in info.services
         assert (info.limits.max_queue, info.limits.max_rows, info.limits.max_n) == (7, 3, 7)
         assert info.limits.max_message_bytes == config.server.max_message_bytes
+        assert info.limits.max_messages == config.limits.max_messages
+        assert info.limits.max_template_bytes == config.limits.max_template_bytes
         assert info.limits.max_grammar_chars == config.limits.grammar.max_chars
         with pytest.raises(SelfdraftError) as refused:
             await up.client.generate(text="x", stop=["y"] * 17).text()

@@ -53,6 +53,7 @@ async def test_the_line_has_every_number_and_no_text() -> None:
             "completion_tokens": done.completion_tokens,
             "delivered_tokens": done.completion_tokens,
             "cycles": done.spec_cycles,
+            "preemptions": 0,
             "spec_draft_tokens": done.spec_draft_tokens,
             "spec_accepted_tokens": done.spec_accepted_tokens,
             "spec_draft_tokens_per_pos": list(done.spec_draft_tokens_per_pos),

@@ -84,6 +84,23 @@ async def test_sums_equal_what_clients_saw() -> None:
         assert after["selfdraft_kv_pages_peak"] > 0
 
 
+async def test_what_the_token_gap_did() -> None:
+    config = service_config(max_token_gap_s=0.001, prefill_share=0.5)
+    async with running(metrics=True, config=config, step_s=0.003, max_rows=4) as up:
+        before = await up.metrics()
+        assert before["selfdraft_token_gap_exceeded_total"] == 0
+        assert before['selfdraft_contended_seconds_total{work="prefill"}'] == 0
+        await load(up, 8)
+        after, statistics = await up.metrics(), up.statistics
+        assert after["selfdraft_token_gap_exceeded_total"] == statistics.gap_exceeded > 10
+        prefill = after['selfdraft_contended_seconds_total{work="prefill"}']
+        decode = after['selfdraft_contended_seconds_total{work="decode"}']
+        assert prefill == statistics.contended_prefill_s
+        assert prefill + decode == pytest.approx(statistics.contended_s)
+        assert decode > 0
+        assert after["selfdraft_mixed_step_error_ratio"] == statistics.mixed_step_error
+
+
 async def test_gauges_while_requests_run_and_wait() -> None:
     async with running(metrics=True, step_s=0.002, max_rows=2) as up:
         names = ["a", "b", "c"]

@@ -346,6 +346,7 @@ def test_usages_add_up() -> None:
     one = Usage(
         prompt_tokens=3,
         completion_tokens=5,
+        preemptions=1,
         drafted_per_position=(4, 2),
         accepted_per_position=(3, 1),
         submitted_at=1.0,
@@ -357,6 +358,7 @@ def test_usages_add_up() -> None:
         prompt_tokens=3,
         cached_tokens=2,
         completion_tokens=7,
+        preemptions=2,
         drafted_per_position=(4, 2, 1),
         accepted_per_position=(3, 1, 0),
         submitted_at=1.0,
@@ -365,6 +367,7 @@ def test_usages_add_up() -> None:
     )
     both = total([one, two])
     assert (both.prompt_tokens, both.cached_tokens, both.completion_tokens) == (6, 2, 12)
+    assert both.preemptions == 3
     assert both.drafted_per_position == (8, 4, 1)
     assert both.accepted_per_position == (6, 2, 0)
     assert (both.started_at, both.first_token_at) == (1.5, 2.0)

@@ -1,4 +1,4 @@
-"""The committed stubs say what the .proto file says, and the package stands on its own."""
+"""The committed stubs say what the .proto files say, and the package stands on its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from types import ModuleType
 
 import pytest
 from google.protobuf import descriptor_pb2
-from selfdraft.v1 import selfdraft_pb2
+from selfdraft.v1 import admin_pb2, selfdraft_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "proto"
-SOURCE = PROTO / "selfdraft" / "v1" / "selfdraft.proto"
-STUBS = ("selfdraft_pb2.py", "selfdraft_pb2.pyi", "selfdraft_pb2_grpc.py")
+FOLDER = PROTO / "selfdraft" / "v1"
+MODULES = {"selfdraft": selfdraft_pb2, "admin": admin_pb2}
+"""By name of the .proto file."""
+files = pytest.mark.parametrize("name", MODULES)
+
+
+def stubs(name: str) -> tuple[str, str, str]:
+    return (f"{name}_pb2.py", f"{name}_pb2.pyi", f"{name}_pb2_grpc.py")
+
+
+def test_every_file_is_looked_at() -> None:
+    assert {path.stem for path in FOLDER.glob("*.proto")} == MODULES.keys()
 
 
 def _generate() -> ModuleType:
@@ -30,7 +40,7 @@ def _generate() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What today's tools make of the .proto file."""
+    """What today's tools make of the .proto files."""
     out = tmp_path_factory.mktemp("stubs")
     _generate().generate(out)
     return out / "selfdraft" / "v1"
@@ -51,44 +61,52 @@ def _without_versions(stub: str) -> str:
     return "\n".join(re.sub(r"\s+\d+,?$", "", line) for line in lines if line.strip())
 
 
-def test_committed_descriptor_is_that_of_the_source(fresh: Path) -> None:
-    committed = _descriptor(SOURCE.parent / STUBS[0])
-    assert committed == _descriptor(fresh / STUBS[0])
+@files
+def test_committed_descriptor_is_that_of_the_source(fresh: Path, name: str) -> None:
+    committed = _descriptor(FOLDER / stubs(name)[0])
+    assert committed == _descriptor(fresh / stubs(name)[0])
     loaded = descriptor_pb2.FileDescriptorProto()
-    selfdraft_pb2.DESCRIPTOR.CopyToProto(loaded)
+    MODULES[name].DESCRIPTOR.CopyToProto(loaded)
     assert committed == loaded
 
 
-def test_committed_types_and_methods_are_those_of_the_source(fresh: Path) -> None:
-    committed, made = ((folder / STUBS[2]).read_text() for folder in (SOURCE.parent, fresh))
+@files
+def test_committed_types_and_methods_are_those_of_the_source(fresh: Path, name: str) -> None:
+    committed, made = ((folder / stubs(name)[2]).read_text() for folder in (FOLDER, fresh))
     calls = [re.findall(r"'(/selfdraft[^']+)'", text) for text in (committed, made)]
     assert calls[0] == calls[1] != []
     names = [
-        re.findall(r"^(?:class|    def|    [A-Z_]+:) ?.*$", (folder / STUBS[1]).read_text(), re.M)
-        for folder in (SOURCE.parent, fresh)
+        re.findall(
+            r"^(?:class|    def|    [A-Z_]+:) ?.*$", (folder / stubs(name)[1]).read_text(), re.M
+        )
+        for folder in (FOLDER, fresh)
     ]
     assert names[0] == names[1] != []
 
 
-def test_the_same_tools_make_the_same_bytes(fresh: Path) -> None:
+@files
+def test_the_same_tools_make_the_same_bytes(fresh: Path, name: str) -> None:
     """With the version the committed stubs were made with, not one byte differs."""
     version = re.compile(r"GRPC_GENERATED_VERSION = '(.*)'")
-    texts = {folder: (folder / STUBS[2]).read_text() for folder in (SOURCE.parent, fresh)}
+    texts = {folder: (folder / stubs(name)[2]).read_text() for folder in (FOLDER, fresh)}
     found = [match[1] for text in texts.values() if (match := version.search(text))]
     same = len(set(found)) == 1
-    for name in STUBS:
-        committed, made = ((folder / name).read_text() for folder in (SOURCE.parent, fresh))
+    for stub in stubs(name):
+        committed, made = ((folder / stub).read_text() for folder in (FOLDER, fresh))
         if not same:
             committed, made = _without_versions(committed), _without_versions(made)
-        if same or name == STUBS[1]:
-            assert committed == made, f"{name}: run python proto/generate.py"
+        if same or stub.endswith(".pyi"):
+            assert committed == made, f"{stub}: run python proto/generate.py"
 
 
-def test_everything_is_documented(tmp_path: Path) -> None:
+@files
+def test_everything_is_documented(tmp_path: Path, name: str) -> None:
     """Every message, field, enum value and method has a comment of its own."""
     target = tmp_path / "set"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", "--include_source_info"]
-    subprocess.run([*command, f"--descriptor_set_out={target}", str(SOURCE)], check=True)
+    subprocess.run(
+        [*command, f"--descriptor_set_out={target}", str(FOLDER / f"{name}.proto")], check=True
+    )
     (file,) = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file
     commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments}
     # Field numbers of FileDescriptorProto and its parts: how a location is addressed.
@@ -104,7 +122,7 @@ def test_everything_is_documented(tmp_path: Path) -> None:
             wanted[5, e, 2, v] = value.name
     for m, method in enumerate(file.service[0].method):
         wanted[6, 0, 2, m] = method.name
-    assert [name for path, name in wanted.items() if path not in commented] == []
+    assert [what for path, what in wanted.items() if path not in commented] == []
 
 
 def test_proto_is_no_package_and_the_client_needs_no_model() -> None:

@@ -51,6 +51,17 @@ def _ids(*ids: int) -> Change:
 WRONG: dict[str, tuple[Change, str, str]] = {
     "no input": (lambda r: r.ClearField("text"), "input", "is required"),
     "empty text": (_input(text=""), "text", "must not be empty"),
+    "too many messages": (_chat(*[("user", "")] * 4097), "chat.messages", "at most 4096, are 4097"),
+    "a long role": (
+        _chat(("x" * 65, "y")),
+        "chat.messages[0].role",
+        "at most 64 characters, is 65",
+    ),
+    "large variables": (
+        _chat(("user", "x"), chat_template_kwargs={"a": "x" * 70_000}),
+        "chat.chat_template_kwargs",
+        "at most 65536 bytes, are 700",
+    ),
     "empty ids": (_ids(), "tokenized.input_ids", "at least one"),
     "id too large": (_ids(1, VOCAB), "tokenized.input_ids[1]", f"0 … {VOCAB - 1}"),
     "id huge": (_ids(2**32 - 1), "tokenized.input_ids[0]", f"0 … {VOCAB - 1}"),

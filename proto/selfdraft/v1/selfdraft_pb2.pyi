@@ -8,19 +8,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_BATCH: _ClassVar[Priority]
+    PRIORITY_DEFAULT: _ClassVar[Priority]
+    PRIORITY_INTERACTIVE: _ClassVar[Priority]
+
 class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPECULATION_MODE_UNSPECIFIED: _ClassVar[SpeculationMode]
     SPECULATION_MODE_OFF: _ClassVar[SpeculationMode]
     SPECULATION_MODE_REJECTION: _ClassVar[SpeculationMode]
     SPECULATION_MODE_COUPLED: _ClassVar[SpeculationMode]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_BATCH: Priority
+PRIORITY_DEFAULT: Priority
+PRIORITY_INTERACTIVE: Priority
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_OFF: SpeculationMode
 SPECULATION_MODE_REJECTION: SpeculationMode
 SPECULATION_MODE_COUPLED: SpeculationMode
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculation", "session_id", "reuse_prefix")
+    __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculation", "session_id", "reuse_prefix", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +40,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REUSE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokenized: TokenizedInput
@@ -37,7 +49,8 @@ class GenerateRequest(_message.Message):
     speculation: Speculation
     session_id: str
     reuse_prefix: bool
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class TokenizedInput(_message.Message):
     __slots__ = ("input_ids", "original_text")
@@ -197,7 +210,7 @@ class TopLogProbs(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateComplete(_message.Message):
-    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "cached_tokens", "completion_tokens", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "spec_cycles", "queue_seconds", "time_to_first_token_seconds", "e2e_seconds", "seed", "speculation_mode", "index")
+    __slots__ = ("finish_reason", "matched_token_id", "matched_stop_str", "prompt_tokens", "cached_tokens", "completion_tokens", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "spec_cycles", "queue_seconds", "time_to_first_token_seconds", "e2e_seconds", "seed", "speculation_mode", "index", "preemptions")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STR_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +228,7 @@ class GenerateComplete(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_MODE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     matched_token_id: int
     matched_stop_str: str
@@ -232,7 +246,8 @@ class GenerateComplete(_message.Message):
     seed: int
     speculation_mode: SpeculationMode
     index: int
-    def __init__(self, finish_reason: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_cycles: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., e2e_seconds: _Optional[float] = ..., seed: _Optional[int] = ..., speculation_mode: _Optional[_Union[SpeculationMode, str]] = ..., index: _Optional[int] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, finish_reason: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_cycles: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., e2e_seconds: _Optional[float] = ..., seed: _Optional[int] = ..., speculation_mode: _Optional[_Union[SpeculationMode, str]] = ..., index: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -369,7 +384,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("queued_requests", "queued_tokens", "oldest_wait_seconds", "running_requests", "prefilling_requests", "prefilling_tokens", "paused_requests", "max_rows", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_usage", "tokens_per_second", "prompt_tokens_per_second", "depth", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "generated_tokens", "prompt_tokens", "cached_tokens", "submitted_requests", "refused_requests", "finished_requests", "sessions")
+    __slots__ = ("queued_requests", "queued_tokens", "oldest_wait_seconds", "running_requests", "prefilling_requests", "prefilling_tokens", "paused_requests", "max_rows", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_usage", "tokens_per_second", "prompt_tokens_per_second", "depth", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "generated_tokens", "prompt_tokens", "cached_tokens", "submitted_requests", "refused_requests", "finished_requests", "sessions", "queued_by_priority", "preempted_requests", "preemptions")
     class RefusedRequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +393,20 @@ class GetLoadsResponse(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class FinishedRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class QueuedByPriorityEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PreemptionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +439,9 @@ class GetLoadsResponse(_message.Message):
     REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BY_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     queued_requests: int
     queued_tokens: int
     oldest_wait_seconds: float
@@ -436,7 +468,10 @@ class GetLoadsResponse(_message.Message):
     refused_requests: _containers.ScalarMap[str, int]
     finished_requests: _containers.ScalarMap[str, int]
     sessions: int
-    def __init__(self, queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., prefilling_requests: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ..., paused_requests: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_cached: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., depth: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., submitted_requests: _Optional[int] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., finished_requests: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ...) -> None: ...
+    queued_by_priority: _containers.ScalarMap[str, int]
+    preempted_requests: int
+    preemptions: _containers.ScalarMap[str, int]
+    def __init__(self, queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., prefilling_requests: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ..., paused_requests: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_cached: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., depth: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., submitted_requests: _Optional[int] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., finished_requests: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ..., queued_by_priority: _Optional[_Mapping[str, int]] = ..., preempted_requests: _Optional[int] = ..., preemptions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -473,7 +508,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., active_calls: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., depth: _Optional[str] = ..., prefix_cache: _Optional[bool] = ..., deterministic: _Optional[bool] = ..., services: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ServerLimits(_message.Message):
-    __slots__ = ("context_length", "max_prompt_tokens", "default_max_tokens", "max_rows", "max_queue", "max_queued_tokens", "max_n", "max_stop_strings", "max_stop_string_chars", "max_text_chars", "max_grammar_chars", "max_message_bytes", "max_concurrent_rpcs", "session_ttl_seconds", "max_sessions")
+    __slots__ = ("context_length", "max_prompt_tokens", "default_max_tokens", "max_rows", "max_queue", "max_queued_tokens", "max_n", "max_stop_strings", "max_stop_string_chars", "max_text_chars", "max_grammar_chars", "max_message_bytes", "max_concurrent_rpcs", "session_ttl_seconds", "max_sessions", "max_messages", "max_role_chars", "max_template_bytes")
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -489,6 +524,9 @@ class ServerLimits(_message.Message):
     MAX_CONCURRENT_RPCS_FIELD_NUMBER: _ClassVar[int]
     SESSION_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROLE_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEMPLATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     context_length: int
     max_prompt_tokens: int
     default_max_tokens: int
@@ -504,4 +542,7 @@ class ServerLimits(_message.Message):
     max_concurrent_rpcs: int
     session_ttl_seconds: float
     max_sessions: int
-    def __init__(self, context_length: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_n: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_text_chars: _Optional[int] = ..., max_grammar_chars: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_concurrent_rpcs: _Optional[int] = ..., session_ttl_seconds: _Optional[float] = ..., max_sessions: _Optional[int] = ...) -> None: ...
+    max_messages: int
+    max_role_chars: int
+    max_template_bytes: int
+    def __init__(self, context_length: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_n: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_text_chars: _Optional[int] = ..., max_grammar_chars: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_concurrent_rpcs: _Optional[int] = ..., session_ttl_seconds: _Optional[float] = ..., max_sessions: _Optional[int] = ..., max_messages: _Optional[int] = ..., max_role_chars: _Optional[int] = ..., max_template_bytes: _Optional[int] = ...) -> None: ...

@@ -95,10 +95,13 @@ class InferenceServicer:
         request is admitted. Closing or cancelling the call ends the generation at the next decode
         cycle.
 
-        Errors (status, ErrorInfo.reason):
+        Errors (status, ErrorInfo.reason), all of them with their details in proto/README.md:
         INVALID_ARGUMENT    INVALID_ARGUMENT  BadRequest lists every violation
         ALREADY_EXISTS      DUPLICATE_REQUEST a live request has this request_id
         RESOURCE_EXHAUSTED  QUEUE_FULL        with RetryInfo
+        RESOURCE_EXHAUSTED  TENANT_LIMIT      as much of this tenant waits as may; with RetryInfo
+        RESOURCE_EXHAUSTED  DEADLINE_UNREACHABLE  by what was measured, the call's deadline would
+        pass in the queue; with RetryInfo
         RESOURCE_EXHAUSTED  SLOW_READER       the stream was left unread for too long
         DEADLINE_EXCEEDED   DEADLINE_EXCEEDED the call's deadline passed, queued or running
         CANCELLED           CANCELLED         the client left
@@ -155,7 +158,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Sessions for which something is kept, in no promised order.
+        """Sessions of the caller's tenant for which something is kept, in no promised order.
         Errors: INVALID_ARGUMENT, UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

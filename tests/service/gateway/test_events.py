@@ -211,11 +211,13 @@ async def test_load_records_flow_while_a_prompt_is_prefilled() -> None:
             tasks.start_soon(read, generation)
             await follow(call, router, lambda: router.load.running_requests == 1)
             seen = len(router.batches)
-            assert router.load.prefill_pending_tokens == 1000
+            assert 0 < router.load.prefill_pending_tokens <= 1000
             assert router.load.active_token_usage > 0
             await follow(call, router, lambda: router.load.running_requests == 0)
         during = [b.load for b in router.batches[seen - 1 : -1] if b.load.running_requests]
         assert len(during) >= 1
+        pending = [load.prefill_pending_tokens for load in during]
+        assert pending == sorted(pending, reverse=True), "what is done is not ahead"
         assert all(load.engine_silence_ms < 500 for load in during)
         assert all(load.engine_reports_steps for load in during)
         assert not router.load.HasField("engine_silence_ms"), "nobody waits for it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,56 @@ def test_strftime_now_is_now() -> None:
         "{{ cycler.__init__.__globals__ }}",
         "{{ 1 / 0 }}",
         "{{ messages[0].content.foo.bar }}",
+        "{{ '{0.__class__.__mro__}'.format(messages).foo.bar }}",
+        "{{ (messages|attr('__class__')|attr('__mro__'))[1] }}",
+        "{{ self.__init__.__globals__.os }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{% include 'config.json' %}",
+        "{% import '/etc/passwd' as x %}",
+        "{% extends 'tokenizer.json' %}",
+        "{{ messages[0].update(role='x') }}",
     ],
 )
 def test_what_a_template_must_not_do_is_an_error_of_ours(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "raises a number|counts further"),
+        ("{% for i in range(2000000) %}x{% endfor %}", "counts further than"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "counts further than",
+        ),
+        ("{{ 'x' * 10000000000 }}", "repeats something"),
+        ("{{ 10000000000 * [1] }}", "repeats something"),
+        ("{{ 9 ** 9 ** 9 }}", "raises a number"),
+        ("{% for i in range(100) %}{{ 'x' * 1000 }}{% endfor %}", "makes more than 50000 char"),
+        ("{% for m in messages %}{% for n in messages %}{{ n }}{% endfor %}{% endfor %}", "makes"),
+    ],
+)
+def test_a_template_takes_a_bounded_amount(source: str, said: str) -> None:
+    """Bombs are refused at once, at load or when they are set off."""
+    messages = [{"role": "user", "content": "x" * 40}] * 300
+    started = time.monotonic()
+    with pytest.raises(ChatTemplateError, match=said):
+        ChatTemplate(source, {}).render(messages, max_chars=50_000)
+    assert time.monotonic() - started < 5
+
+
+def test_what_templates_do_with_numbers_still_works() -> None:
+    source = "{{ '=' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{% for i in range(1, 6, 2) %}{{ i }}{% endfor %}"
+    assert ChatTemplate(source, {}).render([]) == "===68135"
+
+
+def test_a_clients_text_is_never_a_template() -> None:
+    text = "{{ 7 * 7 }}{% include 'config.json' %}"
+    template = ChatTemplate("{{ messages[0].content }}{{ name }}", {})
+    found = template.render([{"role": "user", "content": text}], variables={"name": text})
+    assert found == text * 2
 
 
 def test_a_broken_template_is_refused_at_load() -> None:

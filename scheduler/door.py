@@ -1,0 +1,130 @@
+"""The door: may this request wait here, and if not, when is it worth asking again?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Final
+
+from scheduler.config import SchedulerConfig
+from scheduler.pages import PageTables
+from scheduler.queue import WaitingQueue
+from scheduler.request import GenerationRequest, InvalidRequestError, QueueFullError, Refusal
+from scheduler.sequence import Sequence
+from scheduler.statistics import Meter
+from scheduler.throughput import Estimate, Throughput, Waits
+
+RETRY_BOUNDS_S: Final = (0.1, 60.0)
+"""Retry delays are clamped to this."""
+
+
+class Door:
+    """Keeps the queue's bounds, over state that `SchedulerCore` owns."""
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        chunk: int,
+        queue: WaitingQueue,
+        rows: Mapping[int, Sequence],
+        tables: PageTables,
+        meter: Meter,
+        throughput: Throughput,
+    ) -> None:
+        self._config = config
+        self._chunk = chunk
+        self._queue = queue
+        self._rows = rows
+        self._tables = tables
+        self._meter = meter
+        self._throughput = throughput
+
+    def fits(self, request: GenerationRequest, prompt_tokens: int) -> None:
+        """Raises InvalidRequestError when its tenant may never have such a prompt."""
+        most = self._queue.tenants.policy(request.tenant).max_queued_tokens
+        if most is not None and prompt_tokens > most:
+            message = (
+                f"{prompt_tokens} tokens; the limit is {most} (max_queued_tokens of the tenant)"
+            )
+            raise InvalidRequestError("prompt_ids", message)
+
+    def refusal(
+        self, request: GenerationRequest, prompt_tokens: int, now: float
+    ) -> QueueFullError | None:
+        """Why this request may not wait, with a delay from measured throughput; None if it may."""
+        return (
+            self._requests(now)
+            or self._tokens(prompt_tokens, now)
+            or self._tenant(request.tenant, prompt_tokens, now)
+            or self._deadline(request, now)
+        )
+
+    def _requests(self, now: float) -> QueueFullError | None:
+        most = self._config.max_queue
+        if len(self._queue) < most:
+            return None
+        return self._refuse(Refusal.MAX_QUEUE, f"max_queue ({most} requests)", 1, now)
+
+    def _tokens(self, prompt_tokens: int, now: float) -> QueueFullError | None:
+        most = self._config.max_queued_tokens
+        excess = self._queue.tokens + prompt_tokens - most
+        if excess <= 0:
+            return None
+        leaving = ceil(excess / self._queue.tokens * len(self._queue))
+        text = f"max_queued_tokens ({most} prompt tokens)"
+        return self._refuse(Refusal.MAX_QUEUED_TOKENS, text, leaving, now)
+
+    def _tenant(self, name: str, prompt_tokens: int, now: float) -> QueueFullError | None:
+        most = self._queue.tenants.policy(name).max_queued_tokens
+        tenant = self._queue.tenants.find(name)
+        waiting = tenant.tokens if tenant is not None else 0
+        if most is None or waiting + prompt_tokens <= most:
+            return None
+        # Its requests leave among everybody's.
+        leaving = ceil((waiting + prompt_tokens - most) / waiting * len(self._queue))
+        text = f"max_queued_tokens of the tenant ({most} prompt tokens)"
+        return self._refuse(Refusal.TENANT_QUEUED_TOKENS, text, leaving, now)
+
+    def _deadline(self, request: GenerationRequest, now: float) -> QueueFullError | None:
+        if request.deadline is None or request.deadline <= now:
+            return None  # the latter ends with DEADLINE, as promised
+        left, starts_in = request.deadline - now, self.starts_in(request)
+        if starts_in.least <= left:
+            return None
+        likely = starts_in.likely
+        text = f"deadline ({left:.1f} s are left; it would start in about {likely:.1f} s)"
+        return QueueFullError(Refusal.DEADLINE, text, _clamped(likely - left))
+
+    def starts_in(self, request: GenerationRequest) -> Estimate:
+        """When this request would start if it came now. 0 when at the next plan, or when too
+        little was measured. A tenant's own `max_rows` is not reckoned with."""
+        ahead, tokens = self._queue.ahead(
+            request.tenant, request.priority, generated=self._meter.tokens_per_request
+        )
+        free = self._tables.free_slots
+        if self._throughput.waits is Waits.ROOM and len(self._queue):
+            free = 0  # slots that pages do not suffice for
+        free += sum(self._yields(s, request) for s in self._rows.values())
+        begun = sum(len(s.prompt) - s.cursor for s in self._rows.values() if s.cause is None)
+        if begun + tokens < self._chunk:
+            begun = tokens = 0  # one step takes them, and begins with this one
+        starts = max(0.0, ahead + 1 - free)
+        return self._throughput.seconds(tokens=tokens, starts=starts, begun=begun)
+
+    def _yields(self, sequence: Sequence, request: GenerationRequest) -> bool:
+        """Its row is given back in a moment, or would be for this request."""
+        mine = self._queue.priority_of(request.tenant, request.priority)
+        may = sequence.displaced < self._config.max_displacements
+        return sequence.is_gone or (may and sequence.priority < mine)
+
+    def _refuse(self, reason: Refusal, limit: str, leaving: int, now: float) -> QueueFullError:
+        """`leaving` requests must leave the queue first."""
+        return QueueFullError(
+            reason, limit, _clamped(leaving * self._meter.seconds_per_request(now))
+        )
+
+
+def _clamped(seconds: float) -> float:
+    low, high = RETRY_BOUNDS_S
+    return min(max(seconds, low), high)

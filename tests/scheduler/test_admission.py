@@ -1,0 +1,249 @@
+"""The door: deadlines that cannot be met, limits of tenants, and delays from what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.config import SchedulerConfig, TenantPolicy
+from scheduler.request import (
+    FinishReason,
+    InvalidRequestError,
+    Priority,
+    QueueFullError,
+    Refusal,
+)
+from tests.scheduler.bench import TICK_S, Bench, make_request, small_engine
+
+ROWS, PROMPT, OUTPUT = 2, 8, 20
+
+
+def loaded(**options: Any) -> Bench:
+    """A core that has answered requests of one kind under load, and is idle again."""
+    config = SchedulerConfig(depth=0, prefill_chunk=16, **{"max_queue": 100, **options})
+    bench = Bench(engine=small_engine(max_rows=ROWS, boundaries=0), config=config)
+    fill(bench, 24, "warm")
+    bench.run()
+    return bench
+
+
+def fill(bench: Bench, count: int, name: str = "w", **others: Any) -> None:
+    for number in range(count):
+        ask(bench, f"{name}{number}", **others)
+
+
+def ask(bench: Bench, name: str = "r", *, left: float | None = None, **others: Any) -> Any:
+    """Submits a request with `left` seconds to its deadline."""
+    deadline = None if left is None else bench.now + left
+    options = {"prompt": PROMPT, "max_tokens": OUTPUT, **others}
+    return bench.submit(make_request(name, deadline=deadline, **options))
+
+
+def refusal(bench: Bench, **others: Any) -> QueueFullError:
+    with pytest.raises(QueueFullError) as caught:
+        ask(bench, "refused", **others)
+    return caught.value
+
+
+def starts_in(bench: Bench, **others: Any) -> float:
+    options = {"prompt": PROMPT, "max_tokens": OUTPUT, **others}
+    return bench.core._door.starts_in(make_request("asks", **options)).likely
+
+
+def test_without_evidence_nobody_is_refused() -> None:
+    config = SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100)
+    bench = Bench(engine=small_engine(max_rows=ROWS), config=config)
+    fill(bench, 30)
+    ask(bench, left=TICK_S)
+    for _ in range(20):
+        bench.step()
+    ask(bench, "other", left=TICK_S)
+    bench.finish()
+
+
+def test_who_can_start_at_once_is_let_in() -> None:
+    """However slow the machine was found to be under load."""
+    bench = loaded()
+    assert ask(bench, left=TICK_S / 2)
+    bench.step()
+    assert bench.core._live["r"].started
+    assert ask(bench, "second", left=TICK_S / 2), "there is another row"
+    bench.step()
+    assert bench.core._live["second"].started
+    bench.finish()
+
+
+def test_a_row_that_has_ended_is_as_good_as_free() -> None:
+    config = SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100)
+    bench = Bench(engine=small_engine(max_rows=1), config=config, in_flight=1)
+    fill(bench, 12, "warm")
+    bench.run()
+    first = ask(bench, "first", max_tokens=3)
+    while first.finished is None:
+        bench.step()
+    assert bench.core._rows, "not given back yet"
+    ask(bench, left=TICK_S / 2)
+    bench.step()
+    assert bench.core._live["r"].started
+    bench.finish()
+
+
+def test_who_would_start_too_late_is_refused() -> None:
+    """Two rows of 20 tokens each, 20 requests ahead: some 200 steps, and a deadline after 50."""
+    bench = loaded()
+    fill(bench, 20)
+    bench.step()
+    error = refusal(bench, left=50 * TICK_S)
+    assert error.reason is Refusal.DEADLINE
+    assert error.limit.startswith("deadline (0.5 s are left; it would start in about ")
+    assert ask(bench, left=400 * TICK_S)
+    bench.finish()
+
+
+def test_nothing_of_a_refused_request_remains() -> None:
+    bench = loaded(tenants={"t": TenantPolicy(weight=2.0)})
+    fill(bench, 20)
+    bench.step()
+    before = bench.core.statistics(bench.now)
+    refusal(bench, left=2 * TICK_S, tenant="t", group="g", session_id="s")
+    bench.core.integrity()
+    after = bench.core.statistics(bench.now)
+    assert after.refused == {"deadline": 1}
+    assert (after.submitted, after.queued_requests) == (before.submitted, before.queued_requests)
+    assert (after.queued_tokens, after.sessions) == (before.queued_tokens, 0)
+    assert "refused" not in bench.core._live
+    assert not bench.core._groups._groups
+    assert bench.core._queue.tenants.find("t") is None
+    bench.finish()
+
+
+def test_after_the_delay_there_is_time() -> None:
+    """The delay is how much too late it would have been."""
+    bench = loaded()
+    fill(bench, 20)
+    bench.step()
+    left = 80 * TICK_S
+    error = refusal(bench, left=left)
+    assert error.retry_after_s == pytest.approx(starts_in(bench) - left)
+    due = bench.now + error.retry_after_s + OUTPUT * TICK_S  # rows end together, that far apart
+    while bench.now < due:
+        bench.step()
+    ask(bench, left=left)
+    bench.finish()
+    end = bench.streams["r"].finished
+    assert end is not None
+    assert end.usage.started_at is not None, "the deadline was not met after all"
+
+
+@pytest.mark.parametrize("prompt", [4, 16, 56])
+@pytest.mark.parametrize("ahead", [4, 10, 20])
+def test_the_estimate_is_true(prompt: int, ahead: int) -> None:
+    """Within a factor of 1.5, for loads that the prompts bound and such that the rows do."""
+    bench = Bench(
+        engine=small_engine(max_rows=ROWS, boundaries=0),
+        config=SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100, max_queued_tokens=10**5),
+    )
+    kind: dict[str, Any] = {"prompt": prompt, "max_tokens": 12}
+    fill(bench, 24, "warm", **kind)
+    bench.run()
+    fill(bench, ahead, **kind)
+    bench.step()
+    expected = starts_in(bench, **kind)
+    now = bench.now
+    stream = ask(bench, **kind)
+    bench.finish()
+    took = stream.finished.usage.started_at - now
+    assert took / 1.5 < expected < took * 1.5
+
+
+def test_lower_classes_are_not_ahead() -> None:
+    bench = loaded(max_rows=2)
+    fill(bench, 20, priority=Priority.BATCH)
+    bench.step()
+    assert refusal(bench, left=50 * TICK_S, priority=Priority.BATCH).reason is Refusal.DEADLINE
+    assert ask(bench, left=50 * TICK_S, priority=Priority.INTERACTIVE)
+    bench.finish()
+
+
+def test_other_tenants_are_ahead_as_far_as_their_share_goes() -> None:
+    bench = loaded()
+    fill(bench, 30, tenant="busy")
+    bench.step()
+    assert refusal(bench, left=50 * TICK_S, tenant="busy").reason is Refusal.DEADLINE
+    assert ask(bench, left=50 * TICK_S, tenant="new")
+    bench.finish()
+
+
+def test_samples_of_one_prompt_are_one_prompt_ahead() -> None:
+    """Followers start from what their leader saves."""
+    bench = loaded()
+    fill(bench, 1, "cold", prompt=56)
+    first = starts_in(bench)
+    bench.run()
+    fill(bench, 8, "sample", prompt=56, group="g")
+    requests, tokens = bench.core._queue.ahead("", Priority.DEFAULT, generated=0.0)
+    assert (requests, tokens) == (8, 56 + 7)
+    assert starts_in(bench) > first
+    bench.finish()
+
+
+def test_a_first_step_that_compiles_is_not_the_rule() -> None:
+    config = SchedulerConfig(depth=0, prefill_chunk=16, max_queue=100, max_queued_tokens=10**5)
+    bench = Bench(engine=small_engine(max_rows=6, boundaries=0), config=config)
+    fill(bench, 6, prompt=56)
+    bench.step()
+    bench.now += 30.0
+    bench.run()
+    fill(bench, 4, "again", prompt=56)
+    assert 0 < starts_in(bench) < 1.0
+    bench.finish()
+
+
+def test_idle_time_is_no_slowness() -> None:
+    bench = loaded()
+    fill(bench, 10)
+    bench.step()
+    busy = starts_in(bench)
+    bench.run()
+    bench.now += 3600.0
+    fill(bench, 10, "again")
+    bench.step()
+    assert starts_in(bench) == pytest.approx(busy, rel=0.1)
+    bench.finish()
+
+
+def test_a_deadline_that_has_passed_ends_the_request_not_the_call() -> None:
+    bench = loaded()
+    fill(bench, 20)
+    bench.step()
+    stream = ask(bench, left=-TICK_S)
+    bench.step()
+    assert stream.finished.reason is FinishReason.DEADLINE
+    bench.finish()
+
+
+def test_a_tenant_has_its_own_bound() -> None:
+    bench = loaded(max_rows=1, tenants={"small": TenantPolicy(max_queued_tokens=20)})
+    fill(bench, 4, "other")
+    fill(bench, 2, "s", tenant="small")
+    error = refusal(bench, tenant="small")
+    assert error.reason is Refusal.TENANT_QUEUED_TOKENS
+    assert error.limit == "max_queued_tokens of the tenant (20 prompt tokens)"
+    assert error.retry_after_s > 0
+    assert ask(bench, "r", tenant="another")
+    with pytest.raises(InvalidRequestError, match=r"prompt_ids: 21 tokens; the limit is 20"):
+        ask(bench, "never", prompt=21, tenant="small")
+    assert bench.core.statistics(0).refused == {"tenant_queued_tokens": 1, "invalid": 1}
+    bench.finish()
+    assert ask(bench, "later", tenant="small", prompt=20)
+    bench.finish()
+
+
+def test_a_default_tenant_policy_is_for_each() -> None:
+    config = SchedulerConfig(default_tenant=TenantPolicy(max_queued_tokens=10))
+    bench = Bench(engine=small_engine(), config=config)
+    ask(bench, "a", tenant="a")
+    ask(bench, "b", tenant="b")
+    assert refusal(bench, tenant="a").reason is Refusal.TENANT_QUEUED_TOKENS
+    bench.finish()

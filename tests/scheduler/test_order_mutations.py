@@ -1,0 +1,264 @@
+"""Faults planted in the order and at the door, each with the test that sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from scheduler.door import Door
+from scheduler.groups import Groups
+from scheduler.pages import IntegrityError
+from scheduler.prefill import PrefillPlanner
+from scheduler.queue import WaitingQueue
+from scheduler.request import Priority, QueueFullError, Refusal
+from scheduler.sequence import Sequence
+from scheduler.tenants import Tenant, Tenants, Turns
+from scheduler.throughput import Estimate, Throughput, Waits
+from tests.scheduler import test_admission, test_order, test_turns
+from tests.scheduler.bench import TICK_S
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def credit_is_banked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Turns, "floor", lambda self: 0.0)
+
+
+def weights_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    def charge(self: Turns, tenant: Tenant, tokens: int) -> None:
+        charge_well(self, tenant, round(tokens * tenant.policy.weight))
+
+    charge_well = Turns.charge
+    patch.setattr(Turns, "charge", charge)
+
+
+def nothing_ages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "_age", lambda self, now: None)
+
+
+def rows_of_a_tenant_are_not_limited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenant, "full", property(lambda self: False))
+
+
+def rows_are_freed_and_still_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "row_freed", lambda self, sequence: None)
+
+
+def classes_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "priority_of", lambda self, tenant, asked: Priority.DEFAULT)
+
+
+def a_class_cannot_be_capped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "priority_of", lambda self, tenant, asked: asked)
+
+
+def generated_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
+    def charge(self: WaitingQueue, sequence: Sequence, tokens: int) -> None:
+        if sequence.output == []:
+            charge_well(self, sequence, tokens)
+
+    charge_well = WaitingQueue.charge
+    patch.setattr(WaitingQueue, "charge", charge)
+
+
+def a_prompt_is_charged_again(patch: pytest.MonkeyPatch) -> None:
+    def start(self: WaitingQueue, sequence: Sequence) -> None:
+        sequence.charged = False
+        start_well(self, sequence)
+
+    start_well = WaitingQueue.start
+    patch.setattr(WaitingQueue, "start", start)
+
+
+def who_returns_goes_last(patch: pytest.MonkeyPatch) -> None:
+    def requeue(self: WaitingQueue, sequence: Sequence) -> None:
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        requeue_well(self, sequence)
+
+    requeue_well = WaitingQueue.requeue
+    patch.setattr(WaitingQueue, "requeue", requeue)
+
+
+def who_does_not_fit_is_passed(patch: pytest.MonkeyPatch) -> None:
+    """The next one in the queue is tried, although this one waits for room."""
+
+    def waits(self: Groups, sequence: Sequence) -> bool:
+        return waits_well(self, sequence) or len(sequence.prompt) >= 40
+
+    waits_well = Groups.waits
+    patch.setattr(Groups, "waits", waits)
+
+
+def no_bound_on_passing_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("scheduler.queue.MOST_PASSED", 10**9)
+
+
+def any_name_has_its_own_statistics(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenants, "label", lambda self, name: name)
+
+
+def idle_tenants_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenants, "rest", lambda self, tenant: None)
+
+
+# --- the door -------------------------------------------------------------------------------------
+
+
+def the_deadline_check_is_inverted(patch: pytest.MonkeyPatch) -> None:
+    def check(self: Door, request: Any, now: float) -> QueueFullError | None:
+        if request.deadline is None or check_well(self, request, now) is not None:
+            return None
+        return QueueFullError(Refusal.DEADLINE, "inverted", 1.0)
+
+    check_well = Door._deadline
+    patch.setattr(Door, "_deadline", check)
+
+
+def deadlines_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "_deadline", lambda self, request, now: None)
+
+
+def deadlines_are_refused_without_evidence(patch: pytest.MonkeyPatch) -> None:
+    def seconds(self: Throughput, *, tokens: float, starts: float, begun: int) -> Estimate:
+        return Estimate(starts, starts)
+
+    patch.setattr(Throughput, "seconds", seconds)
+
+
+def one_more_row_is_always_needed(patch: pytest.MonkeyPatch) -> None:
+    def seconds(self: Throughput, *, tokens: float, starts: float, begun: int) -> Estimate:
+        return seconds_well(self, tokens=tokens, starts=starts + 1, begun=begun)
+
+    seconds_well = Throughput.seconds
+    patch.setattr(Throughput, "seconds", seconds)
+
+
+def idle_time_counts(patch: pytest.MonkeyPatch) -> None:
+    def plan(self: Throughput, *, tokens: int, starts: int, waits: Waits, now: float) -> None:
+        kept = self._room_s
+        plan_well(self, tokens=tokens, starts=starts, waits=waits, now=now)
+        self._room_s = max(self._room_s, kept)
+        self._waits = Waits.ROOM if waits is Waits.NOBODY else waits
+
+    plan_well = Throughput.plan
+    patch.setattr(Throughput, "plan", plan)
+
+
+def the_mean_step_is_the_rule(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("scheduler.throughput.median", lambda values: sum(values) / len(values))
+
+
+def every_class_is_ahead(patch: pytest.MonkeyPatch) -> None:
+    def ahead(
+        self: WaitingQueue, tenant: str, asked: Priority, *, generated: float
+    ) -> tuple[float, float]:
+        return ahead_well(self, tenant, Priority.BATCH, generated=generated)
+
+    ahead_well = WaitingQueue.ahead
+    patch.setattr(WaitingQueue, "ahead", ahead)
+
+
+def every_tenant_is_ahead(patch: pytest.MonkeyPatch) -> None:
+    def ahead(self: WaitingQueue, *args: Any, **others: Any) -> tuple[float, float]:
+        return len(self), self.tokens
+
+    patch.setattr(WaitingQueue, "ahead", ahead)
+
+
+def samples_count_in_full(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Groups, "follows", lambda self, sequence: False)
+
+
+def a_tenant_may_queue_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "_tenant", lambda self, name, prompt_tokens, now: None)
+
+
+def a_prompt_beyond_its_tenants_bound_is_refused_for_now(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "fits", lambda self, request, prompt_tokens: None)
+
+
+def waiting_for_room_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    def fill(self: PrefillPlanner, *args: Any) -> Waits:
+        waits = fill_well(self, *args)
+        return Waits.NOBODY if waits is Waits.ROOM else waits
+
+    fill_well = PrefillPlanner._fill
+    patch.setattr(PrefillPlanner, "_fill", fill)
+
+
+def whom(test: Callable[..., Any], *args: Any) -> Callable[[], object]:
+    """A hypothesis test with these arguments."""
+    return partial(test.hypothesis.inner_test, *args)  # type: ignore[attr-defined]
+
+
+starved = whom(test_order.test_starvation_is_bounded, 1, Priority.BATCH)
+shares = whom(test_order.test_shares_follow_weights, 1, [1.0, 3.0], True)
+trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
+
+PLANTED: list[tuple[Patch, Callable[[], object]]] = [
+    (credit_is_banked, test_turns.test_time_without_work_earns_no_credit),
+    (credit_is_banked, test_turns.test_nor_when_nobody_waits),
+    (credit_is_banked, test_turns.test_a_limit_of_ones_own_earns_no_credit),
+    (weights_are_ignored, test_turns.test_weights_divide_the_charge),
+    (weights_are_ignored, test_order.test_long_run_shares_are_the_weights),
+    (weights_are_ignored, shares),
+    (nothing_ages, test_turns.test_waiting_lifts_class_by_class),
+    (nothing_ages, starved),
+    (nothing_ages, trace),
+    (rows_of_a_tenant_are_not_limited, test_turns.test_a_full_tenant_does_not_block_others),
+    (rows_of_a_tenant_are_not_limited, trace),
+    (rows_are_freed_and_still_count, test_turns.test_a_full_tenant_does_not_block_others),
+    (classes_are_ignored, test_turns.test_classes_then_arrival),
+    (classes_are_ignored, trace),
+    (a_class_cannot_be_capped, test_turns.test_a_tenant_may_not_exceed_its_class),
+    (a_class_cannot_be_capped, trace),
+    (generated_tokens_are_free, test_turns.test_statistics_by_class_and_tenant),
+    (a_prompt_is_charged_again, test_turns.test_who_returns_is_first_of_its_class_and_pays_once),
+    (who_returns_goes_last, test_turns.test_who_returns_is_first_of_its_class_and_pays_once),
+    (who_does_not_fit_is_passed, test_turns.test_a_big_request_is_not_starved_by_small_ones),
+    (no_bound_on_passing_over, test_turns.test_who_is_passed_over_is_found_again),
+    (any_name_has_its_own_statistics, test_turns.test_statistics_by_class_and_tenant),
+    (idle_tenants_stay, partial(test_order.test_random_use_with_tenants, 1)),
+    (the_deadline_check_is_inverted, test_admission.test_who_can_start_at_once_is_let_in),
+    (the_deadline_check_is_inverted, test_admission.test_who_would_start_too_late_is_refused),
+    (deadlines_are_not_looked_at, test_admission.test_who_would_start_too_late_is_refused),
+    (
+        deadlines_are_refused_without_evidence,
+        test_admission.test_without_evidence_nobody_is_refused,
+    ),
+    (one_more_row_is_always_needed, test_admission.test_who_can_start_at_once_is_let_in),
+    (idle_time_counts, test_admission.test_idle_time_is_no_slowness),
+    (the_mean_step_is_the_rule, test_admission.test_a_first_step_that_compiles_is_not_the_rule),
+    (every_class_is_ahead, test_admission.test_lower_classes_are_not_ahead),
+    (
+        every_tenant_is_ahead,
+        test_admission.test_other_tenants_are_ahead_as_far_as_their_share_goes,
+    ),
+    (samples_count_in_full, test_admission.test_samples_of_one_prompt_are_one_prompt_ahead),
+    (a_tenant_may_queue_everything, test_admission.test_a_tenant_has_its_own_bound),
+    (
+        a_prompt_beyond_its_tenants_bound_is_refused_for_now,
+        test_admission.test_a_tenant_has_its_own_bound,
+    ),
+    (waiting_for_room_is_not_noticed, test_admission.test_who_would_start_too_late_is_refused),
+]
+
+
+@pytest.mark.parametrize(
+    ("patch", "check"),
+    PLANTED,
+    ids=[f"{patch.__name__}-{number}" for number, (patch, _) in enumerate(PLANTED)],
+)
+def test_its_own_test_sees(
+    patch: Patch, check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError, QueueFullError, pytest.fail.Exception)):
+        check()
