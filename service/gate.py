@@ -13,9 +13,10 @@ from service.tls import Tls
 from service.tokens import Tokens
 
 NO_GATEWAY: Final = (
-    "with --tokens the gateway's protocol needs tokens too, and smg sends none: a server behind smg "
-    "goes without, on a network of its own or with --tls-client-ca; others may say --no-gateway"
+    "the gateway's protocol needs a token like every other, and smg sends none: behind smg serve "
+    "without --tokens on a network of your own, elsewhere with --no-gateway"
 )
+"""Told at the start of a server that has tokens and speaks the gateway's protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

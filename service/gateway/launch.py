@@ -17,6 +17,8 @@ from typing import Any, Final, NoReturn
 import anyio
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from service.config import SettingError
 from service.console import stderr
@@ -133,6 +135,17 @@ async def _until_serving(worker: str, problems: dict[str, str]) -> str:
                 problems[worker] = error.details() or error.code().name
             else:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return ""
+                    return await _refusal(channel)
                 problems[worker] = "is not serving yet"
             await anyio.sleep(_RETRY_S)
+
+
+async def _refusal(channel: grpc.aio.Channel) -> str:
+    """Why a worker that is serving would not serve smg; empty when it would."""
+    stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    try:
+        await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=_ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return "asks for a token, and smg sends none (serve without --tokens)"
+    return ""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from service.config import ServerConfig, SettingError
+from service.config import SecurityConfig, ServerConfig, SettingError
 from service.gateway import launch
 from service.gateway.launch import GatewayConfig, GatewayError, wait_for_workers
 from service.text.tokenizer import Tokenizer
+from service.tokens import entry_text, new_token
 from tests.service.harness import running, service_config, tokenizer
 
 
@@ -113,3 +115,14 @@ async def test_a_worker_without_the_protocol_is_no_worker() -> None:
     async with running(config=config) as up:
         with pytest.raises(GatewayError, match=r"does not speak the gateway's protocol"):
             await wait_for_workers([up.target], 5)
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_wants_tokens_is_no_worker(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(entry_text(new_token(), tenant="ada"))
+    config = service_config(security=SecurityConfig(tokens=tokens))
+    async with running(config=config) as up, running() as open_to_all:
+        with pytest.raises(GatewayError, match="asks for a token") as refused:
+            await wait_for_workers([up.target, open_to_all.target], 5)
+        assert open_to_all.target not in str(refused.value)
