@@ -90,12 +90,12 @@ def test_estimates_of_rows_that_ask_for_more() -> None:
 
     def chunk(last: bool, spec: RowSpec) -> int:
         whole = replace(_chunk(), tokens=np.zeros(200, np.int32), pages=page_array([1]), last=last)
-        return room.chunk_bytes(whole, spec) - 200 * (100 + 8) - 10
+        return room.chunk_bytes([whole], [spec], (1, 200, 1)) - 200 * (100 + 8) - 10
 
     assert chunk(False, plain) == 0
     assert chunk(True, plain) == 8 * 384
     assert chunk(False, replace(plain, prompt_logprobs=0)) == 128 * 8 * 384
-    assert Room(None, lambda: None).chunk_bytes(_chunk(), plain) == 0
+    assert Room(None, lambda: None).chunk_bytes([_chunk()], [plain], (1, 8, 1)) == 0
 
 
 def test_a_row_with_a_penalty_asks_for_its_counts(model: Qwen35Model) -> None:
