@@ -1,8 +1,8 @@
-"""Shapes of decode cycles and what fills them up: one for all, or a few.
+"""Shapes of passes and what fills them up: one for all cycles, or a few.
 
-`Buckets`, on a GPU: numbers of rows and pages are rounded up, because every new shape costs there.
-MLX's CUDA attention plans each of them anew, and batches that shrink row by row meet a new one in
-every other cycle.
+`Buckets`, on a GPU: numbers of rows and pages are rounded up, and the lengths of prompts in a pass,
+because every new shape costs there. MLX's CUDA attention plans each of them anew, and batches that
+shrink row by row meet a new one in every other cycle.
 
 `Shape`, for `EngineConfig.deterministic`: one shape for every cycle.
 

@@ -67,6 +67,9 @@ class Memory:
 
 def test_estimates() -> None:
     assert ESTIMATOR.chunk(5, 3) == 5 * (100 + 24) + 30
+    held = Estimator(costs=replace(COSTS, row_bytes=7, logit_bytes=4), page_size=8)
+    assert held.chunk(40, 3, rows=2) == 40 * (100 + 24) + 2 * (30 + 7)
+    assert held.chunk(40, 3, logits=2, ruled=True) == 40 * (100 + 24) + 30 + 2 * 14 * 4
     assert ESTIMATOR.cohort(4, 12) == 4 * 1000 + 120
 
 

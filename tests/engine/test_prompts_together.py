@@ -297,6 +297,29 @@ def test_a_row_may_restore_what_another_saves_in_the_same_step(
     assert both().results[2].fault is not None
 
 
+def test_results_come_in_the_plans_order(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever pass a row was in, guided or not, and beside rows that report before their end."""
+    monkeypatch.setattr(prefill_module, "SPARE_PLACES", 0)
+    host = Host(engine_over(model))
+    guided = sampled(2, 4, constraint=slow.Pattern(VOCAB, 3, None, 7))
+    reporting = sampled(2, 5, prompt_logprobs=1)
+    round_ = [
+        Job(1, text(3, 1), sampled(2, 1)),
+        Job(2, text(20, 2), sampled(2, 2)),
+        Job(5, text(9, 5), reporting, cuts=(4,)),
+        Job(4, text(19, 4), guided),
+        Job(3, text(2, 3), sampled(2, 3)),
+    ]
+    seen = count_passes(monkeypatch)
+    pieces = [host.pieces(j.row, j.prompt, j.spec, cuts=j.cuts)[0].chunk for j in round_]
+    result = host.run(prefill=tuple(pieces))
+    assert len(seen) == 2
+    assert [row.row for row in result.rows] == [1, 2, 5, 4, 3]
+    assert [len(row.tokens) for row in result.rows] == [1, 1, 0, 1, 1]
+
+
 @pytest.mark.parametrize("blocks_of_tokens", [False, True])
 def test_recurrences_in_blocks_agree_up_to_rounding(blocks_of_tokens: bool) -> None:
     """A device whose bits depend on shapes: first tokens' logits, which span some 30."""
