@@ -31,7 +31,7 @@ from engine.rows import RowArrays, make_statics
 from engine.rules import add_counts, apply_rules, needs_counts, now
 from engine.sampling import shape
 
-SPARE_PLACES, SPARE_PLACES_IN_BUCKETS = 32, 512
+SPARE_PLACES, SPARE_PLACES_IN_BUCKETS = 128, 512
 """Places of a pass (rows × longest chunk) up to which padding is not looked at. In buckets, on a
 GPU, the host's share of a pass is as long as the device's on some hundred places."""
 SPARE_KEYS = 1024
