@@ -25,6 +25,7 @@ from tests.engine import slow
 from tests.engine.host import Bits, Host, bits, sampled
 from tests.engine.small import engine_over, small_model
 from tests.engine.test_preflight import ESTIMATOR
+from tests.engine.test_widths import Always
 
 TOKENS = 7
 DEPTH = 2
@@ -229,6 +230,15 @@ def test_ragged_rows_in_one_pass_have_the_bits_of_rows_alone(
 @pytest.mark.parametrize("seed", [0, 1])
 def test_passes_in_buckets_change_no_bit(model: Qwen35Model, true: Trues, seed: int) -> None:
     check(run(model, seed, together=True, buckets=True)[0], true(seed))
+
+
+def test_products_of_other_widths_change_no_bit(
+    model: Qwen35Model, true: Trues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows past the last token, as `engine.widths` adds them, are nobody's in ragged blocks too."""
+    right = true(1)
+    monkeypatch.setattr(model, "widths", Always())
+    check(run(model, 1, together=True)[0], right)
 
 
 @pytest.mark.parametrize("spare", [0, 60])
