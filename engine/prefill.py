@@ -157,8 +157,8 @@ class Prefill:
         before = _before(rows, hidden, ends - np.array(sizes, np.int32))
         if self._mtp_pool is not None:
             self._write_slots(rows, sizes, before, inputs, block, mx.array(start - 1), table)
-        last = hidden[:, -1:] if len(rows) == 1 else mx.take(hidden[0], mx.array(ends - 1), 0)
-        last = last.reshape(len(rows), 1, -1)
+        # Taken out, like the states: a slice would hold on to the whole pass's.
+        last = mx.take(hidden[0], mx.array(ends - 1), axis=0)[:, None]
         states = [keep_all(trail, block) for trail in trails]
         after, records = [], []
         for index, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):

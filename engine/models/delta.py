@@ -94,16 +94,21 @@ def _tail(trail: RecurrentTrail, count: mx.array) -> mx.array:
 
 def keep_all(trail: RecurrentTrail, block: Block | None = None) -> RecurrentState:
     """The state after the whole block; after each row's own tokens, where `block` is ragged (the
-    places past them have left the memory as it was)."""
+    places past them have left the memory as it was). With a `block`, which may be long, it holds
+    on to nothing else of the pass."""
     if trail.last is not None:
         memory = trail.last[0]
     else:
         assert trail.block is not None
         batch, _, width = trail.block.decayed.shape
         memory = keep_block(trail.block, trail.before.memory, mx.full((batch,), width, mx.int32))
-    if block is not None and block.ragged is not None:
+    tail = trail.before.conv.shape[1]
+    if block is None:
+        return RecurrentState(conv=trail.rows[:, -tail:], memory=memory)
+    if block.ragged is not None:
         return RecurrentState(conv=_tail(trail, block.ragged.count), memory=memory)
-    return RecurrentState(conv=trail.rows[:, -trail.before.conv.shape[1] :], memory=memory)
+    last = mx.array([block.width + place for place in range(tail)], mx.int32)
+    return RecurrentState(conv=mx.take(trail.rows, last, axis=1), memory=memory)
 
 
 def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:

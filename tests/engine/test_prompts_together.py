@@ -345,6 +345,34 @@ def test_recurrences_in_blocks_agree_up_to_rounding(blocks_of_tokens: bool) -> N
     assert np.abs(logits[0] - logits[1]).max() < 0.01
 
 
+def held_by_a_row(model: Qwen35Model, sizes: Sequence[int]) -> int:
+    """Bytes that the last row left of a pass gives back when it is released."""
+    host = Host(engine_over(model, trace=False))
+    rows = range(len(sizes))
+    round_ = [Job(row, text(n, n), sampled(2, row)) for row, n in zip(rows, sizes, strict=True)]
+    prefill(host, round_, together=True)
+    for row in rows[1:]:
+        host.release(row)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    host.release(0)
+    mx.synchronize()
+    return before - mx.get_active_memory()
+
+
+@pytest.mark.parametrize("sizes", [[200], [100, 100], [100, 60, 90]])
+def test_a_prefilled_row_holds_its_state_and_nothing_of_its_pass(
+    model: Qwen35Model, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    state = sum(s.conv.nbytes + s.memory.nbytes for s in model.zero_states(1))
+    assert held_by_a_row(model, sizes) < 1.5 * state
+    if len(sizes) == 1:
+        _conv_tail_at_the_padded_end(monkeypatch)  # a slice
+    else:
+        monkeypatch.setattr(prefill_module, "_one", lambda x, index: x[index : index + 1])
+    assert held_by_a_row(model, sizes) > 1.5 * state
+
+
 # --- one row fails --------------------------------------------------------------------------------
 
 
