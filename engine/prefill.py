@@ -32,8 +32,9 @@ from engine.rules import add_counts, apply_rules, needs_counts, now
 from engine.sampling import shape
 
 SPARE_PLACES, SPARE_PLACES_IN_BUCKETS = 128, 512
-"""Places of a pass (rows × longest chunk) up to which padding is not looked at. In buckets, on a
-GPU, the host's share of a pass is as long as the device's on some hundred places."""
+"""Places of a pass (rows × longest chunk) up to which padding is not looked at. Measured on a CPU
+(tests/benchmarks): up to 128, one pass is faster than several. In buckets, on a GPU, where a pass of
+this size is the host's time only, 512 is an estimate."""
 SPARE_KEYS = 1024
 """Keys up to which attention's padding is not looked at, at that many places."""
 
