@@ -33,8 +33,8 @@ from engine.sampling import shape
 
 SPARE_PLACES, SPARE_PLACES_IN_BUCKETS = 128, 512
 """Places of a pass (rows × longest chunk) up to which padding is not looked at. Measured on a CPU
-(tests/benchmarks): up to 128, one pass is faster than several. In buckets, on a GPU, where a pass of
-this size is the host's time only, 512 is an estimate."""
+(tests/benchmarks): up to 128, one pass is faster than several. In buckets, on a GPU, where a pass
+of this size should be the host's time only, 512 is an estimate."""
 SPARE_KEYS = 1024
 """Keys up to which attention's padding is not looked at, at that many places."""
 
