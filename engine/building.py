@@ -1,7 +1,7 @@
 """Turns plans into graphs, part by part; nothing here waits for the device or hands it anything.
 
 What fails before the device has seen it (no room, an error while a row's chunk is built) costs that
-row and nobody else: its writes are taken back from the graph.
+row and nobody else: its writes are taken back from the graph. Chunks are `engine.prompts`' part.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from dataclasses import replace
 import mlx.core as mx
 
 from engine.books import Books
-from engine.boundary import BoundaryStore, LostBoundaryError, boundary_of
+from engine.boundary import BoundaryStore, boundary_of
 from engine.cache import PagePool, page_table
 from engine.cycle import DecodeCycle
 from engine.guided import Form, Guide
-from engine.padding import NOBODYS_FORM, Shape
+from engine.padding import NOBODYS_FORM, Buckets, Shape
 from engine.plan import (
     DecodeBatch,
-    EngineFailedError,
     EngineInfo,
     KeepRow,
-    PrefillChunk,
     RowResult,
-    RowSpec,
 )
-from engine.prefill import FirstToken, Prefill
+from engine.prefill import Prefill
 from engine.preflight import Room
+from engine.prompts import PromptBuilder, lose
 from engine.results import Output
 from engine.rows import RowTable, make_statics
-from engine.step import GoneError, OutOfMemoryError, Step
+from engine.step import OutOfMemoryError, Step
 
 
 class StepBuilder:
@@ -53,7 +51,16 @@ class StepBuilder:
         self._vocab = info.vocab_size
         self._drafts = info.max_depth > 0
         self._cycle = cycle
-        self._prefill = prefill
+        self._prompts = PromptBuilder(
+            vocab=info.vocab_size,
+            prefill=prefill,
+            pools=pools,
+            books=books,
+            boundaries=boundaries,
+            room=room,
+            together=shape is None or isinstance(shape, Buckets),
+            trace=trace,
+        )
         self._pools = pools
         self._books = books
         self._boundaries = boundaries
@@ -76,8 +83,7 @@ class StepBuilder:
             pairs = mx.array(plan.copies, mx.int32)
             for pool in self._pools:
                 step.first += pool.copy(pairs[:, 0], pairs[:, 1])
-        for chunk in plan.prefill:
-            fresh += self._chunk(step, chunk)
+        fresh += self._prompts.build(step)
         if plan.decode is not None:
             batch = self.admit(step, plan.decode, "decode")
             if batch.rows:
@@ -119,73 +125,6 @@ class StepBuilder:
         )
         self._boundaries.add(keep.boundary, saved)
         return saved.arrays()
-
-    def _chunk(self, step: Step, chunk: PrefillChunk) -> list[mx.array]:
-        """Build a row's chunk, or fault the row; returns what else must be evaluated."""
-        handles = [pool.handles() for pool in self._pools]
-        try:
-            spec = self._books.chunk_spec(chunk)
-            if chunk.row in self._books.lost or spec is None:
-                raise GoneError
-            need = step.need + self._room.chunk_bytes(chunk, spec)
-            self._room.check(need)
-            fresh = self._run_chunk(step, chunk, spec)
-            step.need = need
-            return fresh
-        except EngineFailedError:
-            raise
-        except Exception as error:
-            for pool, before in zip(self._pools, handles, strict=True):
-                pool.restore(before)
-            if chunk.save is not None:
-                self._boundaries.lose(chunk.save, chunk.start + len(chunk.tokens))
-            if not isinstance(error, GoneError):
-                self._lose(step, "prefill", chunk.row, error)
-            elif chunk.last:
-                step.lost["prefill", chunk.row] = RowResult(row=chunk.row)
-            return []
-
-    def _run_chunk(self, step: Step, chunk: PrefillChunk, spec: RowSpec) -> list[mx.array]:
-        row = self._books.prefilling.get(chunk.row)
-        if row is None:
-            start = None if chunk.restore is None else self._boundaries[chunk.restore]
-            row = self._prefill.start(spec, start)
-        row, hidden, prompt = self._prefill.chunk(row, chunk)
-        saved = None if chunk.save is None else self._prefill.boundary(row)
-        first: FirstToken | None = None
-        forms: tuple[Form, ...] = ()
-        if chunk.last:
-            guide = None
-            if spec.constraint is not None:
-                forms = (Form(spec.constraint, frozenset(spec.stop_ids), spec.max_tokens),)
-                guide = Guide(forms, vocab=self._vocab, limits=(0,))
-            first = self._prefill.finish(row, hidden, guide)
-        output = Output(
-            rows=(chunk.row,),
-            specs=(spec,),
-            packed=None if first is None else first.packed,
-            width=0 if first is None else 1,
-            logits=first.logits if first is not None and self._trace else None,
-            chunk=True,
-            prompt=prompt,
-            forms=forms,
-        )
-        # Nothing below raises: the engine's books and the graph change together.
-        books = self._books
-        if chunk.save is not None and saved is not None:
-            self._boundaries.add(chunk.save, saved)
-        if first is None:
-            books.prefilling[chunk.row] = row
-            step.ends.append(hidden)
-        else:
-            books.prefilling.pop(chunk.row, None)
-            (books.guided if forms else books.free).add(chunk.row, spec, first.rows)
-            if forms:
-                books.forms[chunk.row] = forms[0]
-            books.reached[chunk.row] = row.position - 1
-        if first is not None or spec.prompt_logprobs is not None:
-            step.outputs.append(output)
-        return [] if saved is None else saved.arrays()
 
     def _cohort(
         self,
@@ -265,7 +204,7 @@ class StepBuilder:
                 try:
                     self._room.check(step.need + self._cohort_bytes(table, [*here, row], batch))
                 except OutOfMemoryError as error:
-                    self._lose(step, part, row, error)
+                    lose(step, books, part, row, error)
                     continue
                 here.append(row)
             kept.append(index)
@@ -283,12 +222,3 @@ class StepBuilder:
         return self._room.cohort_bytes(
             table.specs(rows), batch.pages.shape[1], depth=batch.depth, shape=self._shape
         )
-
-    def _lose(self, step: Step, part: str, row: int, error: Exception) -> None:
-        """Fault a row that this step cannot run; nothing of it stays on the device."""
-        text = str(error) if isinstance(error, (OutOfMemoryError, LostBoundaryError)) else ""
-        fault = text or f"building its step failed: {type(error).__name__}: {error}"
-        self._books.release([row])
-        self._books.faulted.add(row)
-        self._books.lost.add(row)
-        step.lost[part, row] = RowResult(row=row, fault=fault)

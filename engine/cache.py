@@ -13,12 +13,13 @@ the pool).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.blocks import Block
 from engine.models.delta_block import BlockWrites
 from engine.ops import finite
 from engine.plan import NULL_PAGE
@@ -39,6 +40,8 @@ class Window:
     """[B, width] int32: row within that page."""
     mask: mx.array
     """[B, 1, width, P · page_size] bool: key j is visible to query i iff j <= start + i."""
+    block: Block
+    """How the tokens lie."""
 
 
 def window(start: mx.array, width: int, table: mx.array, page_size: int) -> Window:
@@ -57,6 +60,7 @@ def window(start: mx.array, width: int, table: mx.array, page_size: int) -> Wind
         page=mx.take_along_axis(table, column, axis=1),
         offset=positions % page_size,
         mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
+        block=Block(start.shape[0], width),
     )
 
 
@@ -79,7 +83,17 @@ def slot_window(start: mx.array, width: int, table: mx.array, page_size: int) ->
         page=mx.take_along_axis(table, column, axis=1),
         offset=positions % page_size,
         mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
+        block=Block(start.shape[0], width),
     )
+
+
+def in_block(where: Window, block: Block, written: mx.array | None = None) -> Window:
+    """The window of a block; places of it that are not `written` [B, W] (None: its tokens are) go
+    to the null page."""
+    if written is None and block.ragged is not None:
+        written = block.ragged.alive
+    page = where.page if written is None else mx.where(written, where.page, NULL_PAGE)
+    return replace(where, page=page, block=block)
 
 
 def slot_positions(count: int) -> mx.array:

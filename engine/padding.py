@@ -1,8 +1,8 @@
-"""Shapes of decode cycles and what fills them up: one for all, or a few.
+"""Shapes of passes and what fills them up: one for all cycles, or a few.
 
-`Buckets`, on a GPU: numbers of rows and pages are rounded up, because every new shape costs there.
-MLX's CUDA attention plans each of them anew, and batches that shrink row by row meet a new one in
-every other cycle.
+`Buckets`, on a GPU: numbers of rows and pages are rounded up, and the lengths of prompts in a pass,
+because every new shape costs there. MLX's CUDA attention plans each of them anew, and batches that
+shrink row by row meet a new one in every other cycle.
 
 `Shape`, for `EngineConfig.deterministic`: one shape for every cycle.
 
@@ -113,6 +113,9 @@ ROW_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that cycles in buckets come in."""
 COLUMN_TOKENS = 256
 """Page tables in buckets cover multiples of this."""
+WIDTH_STEP = 16
+"""Prompts in buckets are multiples of this wide: what recurrences in blocks fill up to anyway
+(`engine.models.delta_chunked.BLOCK`)."""
 
 
 def bucket(rows: int) -> int:
@@ -130,14 +133,22 @@ class Buckets(Shape):
         """The same cohort with stand-ins up to the next number of rows, and null pages."""
         count = len(batch.rows)
         missing = bucket(count) - count
-        tile = max(1, COLUMN_TOKENS // self.page_size)
-        filled = min(-batch.pages.shape[1] % tile, max(0, self.columns - batch.pages.shape[1]))
+        filled = self._columns(batch.pages.shape[1]) - batch.pages.shape[1]
         return replace(
             batch,
             rows=batch.rows + tuple(FIRST_PAD - index for index in range(missing)),
             pages=np.pad(batch.pages, ((0, missing), (0, filled)), constant_values=NULL_PAGE),
             limits=batch.limits + (0,) * missing,
         )
+
+    def prompts(self, rows: int, width: int, columns: int) -> tuple[int, int, int]:
+        """Rows, tokens and pages per row of the pass that runs prompts of these."""
+        width = width if width == 1 else -(-width // WIDTH_STEP) * WIDTH_STEP
+        return bucket(rows), width, self._columns(columns)
+
+    def _columns(self, columns: int) -> int:
+        tile = max(1, COLUMN_TOKENS // self.page_size)
+        return columns + min(-columns % tile, max(0, self.columns - columns))
 
     @staticmethod
     def spec(row: int) -> RowSpec:

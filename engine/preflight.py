@@ -3,6 +3,9 @@
 A budget is an estimate made at load, and other things live in the process. So what is really in use
 is looked at again whenever a step is about to take more, and the row that would take it is refused
 alone, before its arrays exist, instead of an allocation failing in the middle of everybody's step.
+
+Chunks that run in one pass ask together, for their padding too; where there is no room for that,
+each asks for itself (`engine.building`).
 """
 
 from __future__ import annotations
@@ -28,14 +31,20 @@ class Estimator:
     costs: Costs
     page_size: int
 
-    def chunk(self, tokens: int, pages: int, *, logits: int = 0) -> int:
-        """A prefill chunk of a row with this many pages; `logits`: positions whose logits are
-        looked at together."""
+    def chunk(
+        self, tokens: int, pages: int, *, rows: int = 1, logits: int = 0, ruled: bool = False
+    ) -> int:
+        """A prefill pass of `rows` rows with this many pages each; `tokens`: over all rows, what
+        fills them up included. `logits`: positions whose logits are looked at together; `ruled`:
+        some row has a rule or a constraint. The rows' new states count where they are made in one
+        piece, of which each row then gets its own."""
         costs = self.costs
+        states = rows * costs.row_bytes if rows > 1 else 0
         scores = pages * self.page_size * costs.score_bytes
-        looked_at = logits * LOGIT_COPIES * costs.logit_bytes
-        gathered = pages * costs.gather_bytes
-        return tokens * (costs.prefill_token_bytes + scores) + gathered + looked_at
+        copies = RULED_LOGIT_COPIES if ruled else LOGIT_COPIES
+        looked_at = logits * copies * costs.logit_bytes
+        gathered = rows * pages * costs.gather_bytes
+        return tokens * (costs.prefill_token_bytes + scores) + gathered + looked_at + states
 
     def cohort(
         self, rows: int, pages: int, *, width: int = 1, ruled: bool = False, counting: bool = False
@@ -92,14 +101,25 @@ class Room:
         if refusal is not None:
             raise OutOfMemoryError(refusal)
 
-    def chunk_bytes(self, chunk: PrefillChunk, spec: RowSpec) -> int:
-        """What a row's chunk takes."""
+    def chunk_bytes(
+        self,
+        chunks: Sequence[PrefillChunk],
+        specs: Sequence[RowSpec],
+        dimensions: tuple[int, int, int],
+    ) -> int:
+        """What a pass over these rows' chunks takes; see `Prefill.dimensions`."""
         if self._preflight is None:
             return 0
-        size = len(chunk.tokens)
-        reported = 0 if spec.prompt_logprobs is None else min(size, 2 * SLICE)
-        logits = max(reported, int(chunk.last))
-        return self._preflight.estimator.chunk(size, len(chunk.pages), logits=logits)
+        rows, width, pages = dimensions
+        logits = 0
+        for chunk, spec in zip(chunks, specs, strict=True):
+            size = len(chunk.tokens)
+            reported = 0 if spec.prompt_logprobs is None else min(size, 2 * SLICE)
+            logits += max(reported, int(chunk.last))
+        last = [spec for chunk, spec in zip(chunks, specs, strict=True) if chunk.last]
+        return self._preflight.estimator.chunk(
+            rows * width, pages, rows=rows, logits=logits, ruled=any(map(has_rules, last))
+        )
 
     def cohort_bytes(
         self, specs: Sequence[RowSpec], columns: int, *, depth: int, shape: Shape | None

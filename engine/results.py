@@ -18,7 +18,7 @@ FAULT_TEXT = "the model produced non-finite logits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What one prefill chunk or one cohort of a step leaves for the host."""
+    """What prefill chunks of one pass or one cohort of a step leave for the host."""
 
     rows: tuple[int, ...]
     """Stand-ins (`engine.padding`) come last; they have no results."""
@@ -30,22 +30,24 @@ class Output:
     logits: mx.array | None = None
     """When traced."""
     chunk: bool = False
-    """Whether it is a prefill chunk's."""
-    prompt: mx.array | None = None
-    """Records of a chunk's own tokens, when its row asked and the chunk has any."""
+    """Whether it is of prefill chunks."""
+    prompts: tuple[mx.array | None, ...] = ()
+    """Records of each chunk's own tokens, when its row asked and the chunk has any."""
     forms: tuple[Form, ...] = ()
     """Of guided rows, in row order."""
 
     @property
     def ends(self) -> list[mx.array]:
         """What must be there before it can be read."""
-        return [array for array in (self.packed, self.prompt) if array is not None]
+        return [array for array in (self.packed, *self.prompts) if array is not None]
 
     def read(self) -> list[RowResult]:
         """The rows' results; tells their constraints what was emitted, so call it once."""
-        prompt = self._read_prompt()
         if self.packed is None:
-            return [RowResult(row=self.rows[0], prompt_logprobs=prompt)]
+            return [
+                RowResult(row=row, prompt_logprobs=self._read_prompt(index))
+                for index, row in enumerate(self.rows)
+            ]
         packed = np.array(self.packed)
         results = []
         for index, (row, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
@@ -56,19 +58,20 @@ class Output:
             if spec.logprobs is not None and tokens:
                 records = packed[index, self.width + TAIL :].reshape(self.width, -1)
                 result = replace(result, logprobs=read(records[: len(tokens)], spec.logprobs))
-            if result.fault is None and prompt is not None:
-                result = replace(result, prompt_logprobs=prompt)
+            if result.fault is None:
+                result = replace(result, prompt_logprobs=self._read_prompt(index))
             results.append(_advanced(self.forms[index], result) if self.forms else result)
         return results
 
-    def _read_prompt(self) -> Logprobs | None:
+    def _read_prompt(self, index: int) -> Logprobs | None:
         """Log probabilities of a chunk's own tokens; None of a row with broken numbers."""
-        asked = self.specs[0].prompt_logprobs
+        asked = self.specs[index].prompt_logprobs
         if asked is None or not self.chunk:
             return None
-        if self.prompt is None:
+        records = self.prompts[index]
+        if records is None:
             return Logprobs(chosen=(), top_ids=(), top=())
-        found = read(np.array(self.prompt), asked)
+        found = read(np.array(records), asked)
         return found if np.isfinite(found.chosen).all() else None
 
 

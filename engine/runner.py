@@ -106,14 +106,16 @@ class MLXEngine(BoundaryCalls):
             page_size=info.page_size,
             keep_states=keep_states,
         )
+        self._books = Books(info.vocab_size)
+        shape = self._shape(deterministic=deterministic, buckets=buckets)
         self._prefill = Prefill(
             model=model,
             pools=pools,
             mtp_pool=mtp_pool,
             page_size=info.page_size,
             chunked=chunked_prefill,
+            buckets=shape if isinstance(shape, Buckets) else None,
         )
-        self._books = Books(info.vocab_size)
         self._boundaries = BoundaryStore(info.boundaries)
         self._preflight = preflight
         self._builder = StepBuilder(
@@ -124,7 +126,7 @@ class MLXEngine(BoundaryCalls):
             books=self._books,
             boundaries=self._boundaries,
             room=Room(preflight, self._wait),
-            shape=self._shape(deterministic=deterministic, buckets=buckets),
+            shape=shape,
             trace=trace,
         )
         self._executor: Executor | None = None
@@ -240,9 +242,8 @@ class MLXEngine(BoundaryCalls):
             if self._flight and self._executor is None:
                 self._dispatch(self._flight[0])
             with self._building():
-                rows = tuple(result for output in step.outputs for result in self._read(output))
-                if step.lost:
-                    rows = in_plan_order(step.plan, rows, step.lost)
+                ran = [result for output in step.outputs for result in self._read(output)]
+                rows = in_plan_order(step.plan, ran, step.lost)
                 self._remember(step, rows)
         except Exception as error:
             raise self._fail(error) from error

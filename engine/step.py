@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -69,10 +69,12 @@ def rows_of(plan: StepPlan) -> Iterator[int]:
 
 
 def in_plan_order(
-    plan: StepPlan, ran: tuple[RowResult, ...], lost: dict[tuple[str, int], RowResult]
+    plan: StepPlan, ran: Iterable[RowResult], lost: dict[tuple[str, int], RowResult]
 ) -> tuple[RowResult, ...]:
-    """Results of rows that ran, in plan order, with those of rows that did not in between."""
-    rest = deque(ran)
+    """Results of rows that ran, a row's own in order, and of those that did not, in plan order."""
+    rest: dict[int, deque[RowResult]] = {}
+    for result in ran:
+        rest.setdefault(result.row, deque()).append(result)
     results: list[RowResult] = []
     parts = [("prefill", chunk.row) for chunk in plan.prefill]
     for part, batch in (("decode", plan.decode), ("guided", plan.guided)):
@@ -80,6 +82,6 @@ def in_plan_order(
     for place in parts:
         if place in lost:
             results.append(lost[place])
-        elif rest and rest[0].row == place[1]:
-            results.append(rest.popleft())
+        elif rest.get(place[1]):
+            results.append(rest[place[1]].popleft())
     return tuple(results)

@@ -40,6 +40,9 @@ def check_books(
         _check(s.emitted <= len(s.output), f"row {row}: the device emitted less than the host saw")
         # The last token emitted is in no cache yet.
         covered = s.cause is not None or not memory.missing(s, s.reach(-2))
+        _check(
+            tables.length(s.slot) <= memory.at_most(s), f"row {row}: more pages than it may have"
+        )
         _check(covered, f"row {row}: steps in flight may write where it has no page")
     for request_id, s in live.items():
         _check(s.cause is None, f"{request_id} has ended and is registered")

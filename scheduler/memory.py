@@ -65,6 +65,10 @@ class RowMemory:
         held = self._tables.length(sequence.slot)
         return max(0, pages_needed(positions, self._page_size) - held)
 
+    def at_most(self, sequence: Sequence) -> int:
+        """Pages that a row may ever hold: what admission saw fit into the pool."""
+        return pages_needed(sequence.asked_tokens + sequence.request.max_tokens, self._page_size)
+
     def can_grow(self, rows: Iterable[Sequence], depth: int) -> bool:
         """Whether there are pages for a cycle of `rows` at `depth`, kept prefixes given up."""
         pages = sum(self.missing(sequence, sequence.reach(depth)) for sequence in rows)

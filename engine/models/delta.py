@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from engine.blocks import Block
 from engine.cache import RecurrentState, RecurrentTrail
 from engine.models.delta_block import keep_block
 
@@ -76,9 +77,7 @@ def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
     states if the pass kept them, or else replays the block with a per-row mask; those two give the
     same bits.
     """
-    tail = trail.before.conv.shape[1]
-    index = count[:, None] + mx.arange(tail, dtype=count.dtype)[None, :]
-    conv = mx.take_along_axis(trail.rows, index[..., None], axis=1)
+    conv = _tail(trail, count)
     if trail.block is not None:
         memory = keep_block(trail.block, trail.before.memory, count)
     else:
@@ -86,16 +85,30 @@ def keep_prefix(trail: RecurrentTrail, count: mx.array) -> RecurrentState:
     return RecurrentState(conv=conv, memory=memory)
 
 
-def keep_all(trail: RecurrentTrail) -> RecurrentState:
-    """The state after the whole block."""
+def _tail(trail: RecurrentTrail, count: mx.array) -> mx.array:
+    """The rows before a convolution that goes on after `count` [B] tokens."""
     tail = trail.before.conv.shape[1]
+    index = count[:, None] + mx.arange(tail, dtype=count.dtype)[None, :]
+    return mx.take_along_axis(trail.rows, index[..., None], axis=1)
+
+
+def keep_all(trail: RecurrentTrail, block: Block | None = None) -> RecurrentState:
+    """The state after the whole block; after each row's own tokens, where `block` is ragged (the
+    places past them have left the memory as it was). With a `block`, which may be long, it holds
+    on to nothing else of the pass."""
     if trail.last is not None:
         memory = trail.last[0]
     else:
         assert trail.block is not None
         batch, _, width = trail.block.decayed.shape
         memory = keep_block(trail.block, trail.before.memory, mx.full((batch,), width, mx.int32))
-    return RecurrentState(conv=trail.rows[:, -tail:], memory=memory)
+    tail = trail.before.conv.shape[1]
+    if block is None:
+        return RecurrentState(conv=trail.rows[:, -tail:], memory=memory)
+    if block.ragged is not None:
+        return RecurrentState(conv=_tail(trail, block.ragged.count), memory=memory)
+    last = mx.array([block.width + place for place in range(tail)], mx.int32)
+    return RecurrentState(conv=mx.take(trail.rows, last, axis=1), memory=memory)
 
 
 def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:

@@ -21,6 +21,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
+from engine.blocks import Block
 from engine.cache import PagePool, RecurrentState, RecurrentTrail, Window, slot_positions
 from engine.models.delta import delta_rule
 from engine.models.delta_block import delta_block
@@ -64,17 +65,14 @@ class Attention(Module):
             self.qkv_proj = fused
             del self.q_proj, self.k_proj, self.v_proj
 
-    def project(
-        self, x: mx.array, block: tuple[int, int], rotate: Rotation
-    ) -> tuple[mx.array, ...]:
+    def project(self, x: mx.array, block: Block, rotate: Rotation) -> tuple[mx.array, ...]:
         """q [B, nh, W, hd] and k [B, nkv, W, hd] rotated, v [B, W, nkv, hd], gate [B, W, nh·hd]."""
-        batch, width = block
-        rows = batch * width
+        batch, width = block.batch, block.width
         if "qkv_proj" in self:
             width_q, width_k = 2 * self.heads * self.head_dim, self.kv_heads * self.head_dim
-            q, k, v = columns(first_rows(self.qkv_proj(x), rows), width_q, width_k, width_k)
+            q, k, v = columns(block.spread(self.qkv_proj(x)), width_q, width_k, width_k)
         else:
-            q, k, v = (first_rows(f(x), rows) for f in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (block.spread(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, gate = mx.split(q.reshape(batch, width, self.heads, 2 * self.head_dim), 2, axis=-1)
         k = k.reshape(batch, width, self.kv_heads, self.head_dim)
         v = v.reshape(batch, width, self.kv_heads, self.head_dim)
@@ -89,6 +87,7 @@ class Attention(Module):
         values: mx.array,
         mask: mx.array,
         gate: mx.array,
+        block: Block,
         rows: int,
     ) -> mx.array:
         """Attention output [rows, H] of q over keys and values [B, nkv, T, hd]."""
@@ -96,14 +95,13 @@ class Attention(Module):
             q, keys, values, scale=self.head_dim**-0.5, mask=mask
         )
         out = out.transpose(0, 2, 1, 3).reshape(*gate.shape) * mx.sigmoid(gate)
-        return self.o_proj(pad_rows(out.reshape(-1, gate.shape[-1]), rows))
+        return self.o_proj(block.flatten(out, rows))
 
     def __call__(self, x: mx.array, where: Window, pool: PagePool, rotate: Rotation) -> mx.array:
-        block = (where.start.shape[0], where.width)
-        q, k, v, gate = self.project(x, block, rotate)
+        q, k, v, gate = self.project(x, where.block, rotate)
         pool.write(k.transpose(0, 2, 1, 3), v, where)
         keys, values = pool.read(where)
-        return self.attend(q, keys, values, where.mask, gate, x.shape[0])
+        return self.attend(q, keys, values, where.mask, gate, where.block, x.shape[0])
 
 
 class DeltaNet(Module):
@@ -153,22 +151,21 @@ class DeltaNet(Module):
             memory=mx.zeros((batch, self.v_heads, self.v_dim, self.k_dim), mx.float32),
         )
 
-    def project(self, x: mx.array, batch: int, width: int) -> tuple[mx.array, ...]:
+    def project(self, x: mx.array, block: Block) -> tuple[mx.array, ...]:
         """u [B, W, C], z [B, W, Hv·Dv], b and a [B, W, Hv]."""
-        rows = batch * width
         if "in_proj" in self:
-            joined = first_rows(self.in_proj(x), rows).reshape(batch, width, -1)
+            joined = block.spread(self.in_proj(x))
             values = self.v_heads * self.v_dim
             return tuple(columns(joined, self.channels, values, self.v_heads, self.v_heads))
         layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        return tuple(first_rows(f(x), rows).reshape(batch, width, -1) for f in layers)
+        return tuple(block.spread(f(x)) for f in layers)
 
     def __call__(
-        self, x: mx.array, width: int, state: RecurrentState, keep: bool, chunked: bool = False
+        self, x: mx.array, block: Block, state: RecurrentState, keep: bool, chunked: bool = False
     ) -> tuple[mx.array, RecurrentTrail]:
         """Output [M, H] and what a commit needs; see `Qwen35Model.trunk` for the flags."""
-        batch = state.conv.shape[0]
-        u, z, b, a = self.project(x, batch, width)
+        batch, width = block.batch, block.width
+        u, z, b, a = self.project(x, block)
         rows = mx.concatenate([state.conv, u], axis=1)
         y = silu(causal_conv(rows, self._taps, width))
         split = 2 * self.k_heads * self.k_dim
@@ -182,14 +179,17 @@ class DeltaNet(Module):
         beta = mx.sigmoid(b.astype(mx.float32))
         step = mx.logaddexp(a.astype(mx.float32) + self._dt_bias, mx.array(0.0))
         log_decay = self._decay_rate * step
+        if block.ragged is not None:
+            alive = block.ragged.alive[..., None]
+            log_decay, beta = mx.where(alive, log_decay, 0.0), mx.where(alive, beta, 0.0)
         decay = mx.exp(log_decay)
         memories: list[mx.array] = []
-        last, block = None, None
+        last, writes = None, None
         if chunked:
             out, memory = delta_rule_chunked(q, k, v, log_decay, beta, state.memory)
             last = memory[None]
         elif self.blocks and width > 1:
-            out, block = delta_block(q, k, v, log_decay, beta, state.memory)
+            out, writes = delta_block(q, k, v, log_decay, beta, state.memory)
         else:
             out, memories = delta_rule(q, k, v, decay, beta, state.memory)
             last = memories[-1]
@@ -201,11 +201,10 @@ class DeltaNet(Module):
             rows=rows,
             memories=tuple(memories) if keep else (),
             last=last,
-            block=block,
+            block=writes,
             inputs=(k, v, decay, beta),
         )
-        flat = gated.reshape(batch * width, -1)
-        return self.out_proj(pad_rows(flat, x.shape[0])), trail
+        return self.out_proj(block.flatten(gated, x.shape[0])), trail
 
 
 class DepthwiseWeight(Module):
@@ -265,9 +264,9 @@ class DecoderLayer(Module):
         return self.feed_forward(x + mixed)
 
     def recurrence(
-        self, x: mx.array, width: int, state: RecurrentState, keep: bool, chunked: bool
+        self, x: mx.array, block: Block, state: RecurrentState, keep: bool, chunked: bool
     ) -> tuple[mx.array, RecurrentTrail]:
-        out, trail = self.linear_attn(self.input_layernorm(x), width, state, keep, chunked)
+        out, trail = self.linear_attn(self.input_layernorm(x), block, state, keep, chunked)
         return self.feed_forward(x + out), trail
 
 
@@ -367,6 +366,7 @@ class Qwen35Model(Module):
     ) -> tuple[mx.array, list[RecurrentTrail]]:
         """Hidden states after the final norm, [B, W, H], of tokens [B, W].
 
+        Where the window's block is ragged, tokens are [1, N], flat, and so are the hidden states.
         Writes keys and values at the window's positions. `keep` asks for every intermediate
         recurrent state, so that a commit can pick one. `chunked` runs the recurrence in blocks:
         faster for many tokens, equal up to rounding only, and without intermediate states.
@@ -379,7 +379,7 @@ class Qwen35Model(Module):
             if "self_attn" in layer:
                 x = layer.attention(x, where, next(attention), rotate)
             else:
-                x, trail = layer.recurrence(x, where.width, next(recurrent), keep, chunked)
+                x, trail = layer.recurrence(x, where.block, next(recurrent), keep, chunked)
                 trails.append(trail)
         return self._unflatten(self.model.norm(x), *tokens.shape), trails
 
@@ -398,7 +398,7 @@ class Qwen35Model(Module):
         """First MTP pass: slots from true trunk hiddens [B, W, H] and next tokens [B, W].
 
         `where` is a `slot_window`. Writes the slots' keys and values; returns the MTP's output
-        [B, W, H].
+        [B, W, H]. Flat, [1, N, …], where its block is ragged.
         """
         x = self._combined(hidden, tokens)
         rotate = self._rotation(where.start, where.width)
@@ -425,9 +425,10 @@ class Qwen35Model(Module):
         x = self._combined(hidden, tokens)
         normed = layer.input_layernorm(x)
         rotate = self._rotation(past.position, 1)
-        q, k, v, gate = layer.self_attn.project(normed, (tokens.shape[0], 1), rotate)
+        block = Block(tokens.shape[0], 1)
+        q, k, v, gate = layer.self_attn.project(normed, block, rotate)
         keys, values, mask = past.extend(k, v.transpose(0, 2, 1, 3))
-        mixed = layer.self_attn.attend(q, keys, values, mask, gate, x.shape[0])
+        mixed = layer.self_attn.attend(q, keys, values, mask, gate, block, x.shape[0])
         out: mx.array = self.mtp.norm(layer.feed_forward(x + mixed))
         return self._unflatten(out, *tokens.shape)
 

@@ -15,8 +15,10 @@ MAX_QUEUE = 6
 
 @contextmanager
 def running_server() -> Iterator[ServerProcess]:
-    """`selfdraft serve` on the bundled model, at most `MAX_ROWS` rows and `MAX_QUEUE` waiting."""
+    """`selfdraft serve` on the bundled model, at most `MAX_ROWS` rows and `MAX_QUEUE` waiting, with
+    a bound on gaps, so that there is something to see of it."""
     options = ["--max-rows", str(MAX_ROWS), "--max-queue", str(MAX_QUEUE), "--depth", "auto"]
+    options += ["--max-token-gap", "0.5"]
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serving(options)) as server,

@@ -6,8 +6,9 @@ What the scheduler does with much policy, done with none: the test says which ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,14 @@ class Point:
     pages: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk, and the pages to be copied in its step."""
+
+    chunk: PrefillChunk
+    copies: tuple[tuple[int, int], ...]
+
+
 class Host:
     """Drives one engine, one step per call."""
 
@@ -64,6 +73,31 @@ class Host:
     ) -> None:
         """Prefill a row, in pieces of `chunk` that also end at each position of `saves` (position
         → boundary id), from the boundary `restore` where one is given."""
+        begin = 0 if restore is None else len(self.points[restore].tokens)
+        cuts = range(begin, len(prompt), chunk or len(prompt))
+        for piece in self.pieces(row, prompt, spec, saves=saves, restore=restore, cuts=cuts):
+            self.prefill(piece)
+
+    def prefill(self, *pieces: Piece) -> None:
+        """One step with these pieces, of different rows."""
+        copies = tuple(pair for piece in pieces for pair in piece.copies)
+        self.run(prefill=tuple(piece.chunk for piece in pieces), copies=copies)
+        for piece in pieces:
+            if piece.chunk.save is not None:
+                end = piece.chunk.start + len(piece.chunk.tokens)
+                self._point(piece.chunk.save, piece.chunk.row, end)
+
+    def pieces(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        spec: RowSpec,
+        *,
+        saves: dict[int, int] | None = None,
+        restore: int | None = None,
+        cuts: Iterable[int] = (),
+    ) -> list[Piece]:
+        """A row's prompt, cut at these positions and where it is saved, to be run in order."""
         saves, size = saves or {}, self.engine.info.page_size
         if spec.constraint is not None:
             self.guided.add(row)
@@ -78,25 +112,24 @@ class Host:
         copies = ((point.pages[begin // size], own[0]),) if begin % size else ()
         self.pages[row], self.tokens[row] = shared + own, list(prompt)
         self.results[row] = SoloResult(row=row)
-        ends = {*saves, len(prompt), *range(begin, len(prompt), chunk or len(prompt))}
-        here = begin
-        for end in sorted(e for e in ends if e > begin):
-            first = here == begin
-            piece = PrefillChunk(
-                row=row,
-                tokens=np.asarray(prompt[here:end], np.int32),
-                start=here,
-                pages=page_array(self.pages[row]),
-                last=end == len(prompt),
-                spec=spec if first else None,
-                restore=restore if first else None,
-                prefix=np.asarray(point.tokens, np.int32) if first and begin else None,
-                save=saves.get(end),
+        ends = sorted(end for end in {*saves, len(prompt), *cuts} if end > begin)
+        return [
+            Piece(
+                PrefillChunk(
+                    row=row,
+                    tokens=np.asarray(prompt[here:end], np.int32),
+                    start=here,
+                    pages=page_array(self.pages[row]),
+                    last=end == len(prompt),
+                    spec=spec if here == begin else None,
+                    restore=restore if here == begin else None,
+                    prefix=np.asarray(point.tokens, np.int32) if here == begin and begin else None,
+                    save=saves.get(end),
+                ),
+                copies if here == begin else (),
             )
-            self.run(prefill=(piece,), copies=copies if first else ())
-            if end in saves:
-                self._point(saves[end], row, end)
-            here = end
+            for here, end in pairwise([begin, *ends])
+        ]
 
     def decode(self, *rows: int, depth: int, even_finished: bool = False) -> None:
         """One cycle."""

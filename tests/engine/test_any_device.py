@@ -20,12 +20,15 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import cycle as cycle_module
+from engine import prefill as prefill_module
+from engine.blocks import Block
 from engine.cache import RecurrentState, RecurrentTrail
 from engine.models import delta, delta_block
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import RowSpec, SamplingParams
 from engine.runner import MLXEngine
 from engine.solo import SoloResult, generate
+from tests.engine.host import Host
 from tests.engine.small import OracleCycle, engine_over, greedy, prompts, small_model
 
 ALLOWANCE = 0.1
@@ -115,6 +118,42 @@ def test_greedy_text_is_the_same_when_the_depth_changes(reference: Reference) ->
 
 def test_greedy_text_is_the_same_with_the_prompt_in_pieces(reference: Reference) -> None:
     reference.check(2, chunk=7)
+
+
+def check_one_pass(reference: Reference) -> None:
+    """All prompts, of 1 to 33 tokens, in one pass as a GPU runs it."""
+    host = Host(engine_over(reference.model, buckets=True, chunked_prefill=True))
+    pieces = [host.pieces(i, *request) for i, request in enumerate(reference.requests)]
+    host.prefill(*(piece for (piece,) in pieces))
+    host.finish(*range(ROWS), depth=2)
+    counts = [
+        compared(text, text_of(host.engine, host.results[i]))
+        for i, text in enumerate(reference.texts)
+    ]
+    assert sum(counts) >= LEAST * ROWS * TOKENS
+
+
+def test_greedy_text_is_the_same_with_all_prompts_in_one_pass(reference: Reference) -> None:
+    check_one_pass(reference)
+
+
+def _conv_tail_of_the_longest(trail: RecurrentTrail, block: Block) -> RecurrentState:
+    return delta.keep_all(trail)
+
+
+def _next_rows_state(trail: RecurrentTrail, block: Block) -> RecurrentState:
+    kept = delta.keep_all(trail, block)
+    memory = mx.concatenate([kept.memory[1:], kept.memory[:1]], axis=0)
+    return RecurrentState(conv=kept.conv, memory=memory)
+
+
+@pytest.mark.parametrize("fault", [_conv_tail_of_the_longest, _next_rows_state])
+def test_allowances_hide_no_fault_of_a_shared_pass(
+    reference: Reference, fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_module, "keep_all", fault)
+    with pytest.raises(AssertionError):
+        check_one_pass(reference)
 
 
 def _kept_one_short(trail: RecurrentTrail, count: mx.array) -> RecurrentState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +14,7 @@ from engine.cache import PagePool, RecurrentState
 from engine.cycle import DecodeCycle
 from engine.models.qwen3_5 import Qwen35Model
 from engine.plan import PrefillChunk, RowResult, RowSpec
-from engine.prefill import Prefill, PrefillRow
+from engine.prefill import Passed, Prefill, PrefillRow
 from engine.runner import MLXEngine
 from engine.step import Step
 from tests.engine.host import Bits, Host, bits, sampled
@@ -193,21 +193,21 @@ def test_accepted_drafts_change_nothing_after_a_restore(model: Qwen35Model, dept
 # --- mutations -----------------------------------------------------------------------------------
 
 
-Chunked = tuple[PrefillRow, mx.array, mx.array | None]
-
-
 def _states_shared_and_mutated(patch: pytest.MonkeyPatch) -> None:
     """Another row's state comes back: the restored row writes into the boundary's own arrays."""
-    chunk = Prefill.chunk
+    chunks = Prefill.chunks
 
-    def writing(self: Prefill, row: PrefillRow, piece: PrefillChunk) -> Chunked:
-        after, hidden, records = chunk(self, row, piece)
-        for old, new in zip(row.states, after.states, strict=True):
-            old.memory[...] = new.memory
-            old.conv[...] = new.conv
-        return after, hidden, records
+    def writing(
+        self: Prefill, rows: Sequence[PrefillRow], pieces: Sequence[PrefillChunk]
+    ) -> Passed:
+        passed = chunks(self, rows, pieces)
+        for row, after in zip(rows, passed.rows, strict=True):
+            for old, new in zip(row.states, after.states, strict=True):
+                old.memory[...] = new.memory
+                old.conv[...] = new.conv
+        return passed
 
-    patch.setattr(Prefill, "chunk", writing)
+    patch.setattr(Prefill, "chunks", writing)
 
 
 def _no_page_copy(patch: pytest.MonkeyPatch) -> None:

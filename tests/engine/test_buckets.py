@@ -41,6 +41,17 @@ def test_pages_are_rounded_up_within_the_context(pages: int, padded: int) -> Non
     assert (found.depth, found.limits) == (2, (2, 1, 0, 0))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "padded"),
+    [((1, 1, 1), (1, 1, 16)), ((3, 17, 17), (4, 32, 32)), ((5, 64, 44), (8, 64, 44))],
+)
+def test_prompts_are_rounded_up(
+    prompts: tuple[int, int, int], padded: tuple[int, int, int]
+) -> None:
+    shape = Buckets(rows=8, columns=44, depth=0, page_size=COLUMN_TOKENS // 16)
+    assert shape.prompts(*prompts) == padded
+
+
 def specs() -> list[RowSpec]:
     sampled = [
         SamplingParams(temperature=0.9, seed=1),

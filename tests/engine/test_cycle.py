@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import cycle as cycle_module
+from engine.blocks import Block
 from engine.cache import RecurrentState, RecurrentTrail
 from engine.models import delta
 from engine.models.qwen3_5 import Qwen35Model
@@ -199,8 +200,8 @@ def test_replay_equals_picking(model: Qwen35Model) -> None:
     mixer = model.model.layers[0].linear_attn
     x = mx.random.normal((5 * 6, 64), key=mx.random.key(1))
     state = mixer.zero_state(5, mx.float32)
-    _, warm = mixer(x, 6, state, keep=False)
-    _, trail = mixer(x * 0.7, 6, delta.keep_all(warm), keep=True)
+    _, warm = mixer(x, Block(5, 6), state, keep=False)
+    _, trail = mixer(x * 0.7, Block(5, 6), delta.keep_all(warm), keep=True)
     count = mx.array([0, 1, 3, 5, 6])
     kept = delta.keep_prefix(trail, count)
     assert mx.array_equal(kept.memory, delta.replay(trail, count))

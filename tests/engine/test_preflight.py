@@ -67,6 +67,9 @@ class Memory:
 
 def test_estimates() -> None:
     assert ESTIMATOR.chunk(5, 3) == 5 * (100 + 24) + 30
+    held = Estimator(costs=replace(COSTS, row_bytes=7, logit_bytes=4), page_size=8)
+    assert held.chunk(40, 3, rows=2) == 40 * (100 + 24) + 2 * (30 + 7)
+    assert held.chunk(40, 3, logits=2, ruled=True) == 40 * (100 + 24) + 30 + 2 * 14 * 4
     assert ESTIMATOR.cohort(4, 12) == 4 * 1000 + 120
 
 
@@ -90,12 +93,12 @@ def test_estimates_of_rows_that_ask_for_more() -> None:
 
     def chunk(last: bool, spec: RowSpec) -> int:
         whole = replace(_chunk(), tokens=np.zeros(200, np.int32), pages=page_array([1]), last=last)
-        return room.chunk_bytes(whole, spec) - 200 * (100 + 8) - 10
+        return room.chunk_bytes([whole], [spec], (1, 200, 1)) - 200 * (100 + 8) - 10
 
     assert chunk(False, plain) == 0
     assert chunk(True, plain) == 8 * 384
     assert chunk(False, replace(plain, prompt_logprobs=0)) == 128 * 8 * 384
-    assert Room(None, lambda: None).chunk_bytes(_chunk(), plain) == 0
+    assert Room(None, lambda: None).chunk_bytes([_chunk()], [plain], (1, 8, 1)) == 0
 
 
 def test_a_row_with_a_penalty_asks_for_its_counts(model: Qwen35Model) -> None:

@@ -142,8 +142,8 @@ def _no_output_gate(run: Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         qwen3_5.Attention,
         "attend",
-        lambda self, q, k, v, mask, gate, rows: attend(
-            self, q, k, v, mask, mx.full(gate.shape, 20.0), rows
+        lambda self, q, k, v, mask, gate, block, rows: attend(
+            self, q, k, v, mask, mx.full(gate.shape, 20.0), block, rows
         ),
     )
 

@@ -145,15 +145,15 @@ def _only_the_first_counted(counts: mx.array, tokens: mx.array, times: mx.array)
 
 
 def _prompt_forgotten(self: Prefill, row: Any, chunk: Any) -> Any:
-    return np.zeros(VOCAB, np.bool_) if rules_module.needs_counts(row.spec) else None
+    return (np.zeros(VOCAB, np.bool_) if rules_module.needs_counts(row.spec) else None), None
 
 
 def _last_chunk_only(self: Prefill, row: Any, chunk: PrefillChunk) -> Any:
     if not rules_module.needs_counts(row.spec):
-        return None
+        return None, None
     seen = np.zeros(VOCAB, np.bool_)
     seen[chunk.tokens] = True
-    return seen
+    return seen, None
 
 
 Rules = Callable[..., mx.array]
@@ -235,8 +235,8 @@ FAULTS: list[tuple[object, str, object]] = [
     (cycle_module, "add_counts", _rejected_drafts_counted),
     (cycle_module, "add_counts", _only_the_first_counted),
     (prefill_module, "add_counts", _nothing_counted),
-    (Prefill, "_prompted", _prompt_forgotten),
-    (Prefill, "_prompted", _last_chunk_only),
+    (Prefill, "_counted", _prompt_forgotten),
+    (Prefill, "_counted", _last_chunk_only),
     (cycle_module, "apply_rules", _target_without(bias=None)),
     (cycle_module, "apply_rules", _target_without(repetition=None)),
     (cycle_module, "apply_rules", _target_without(frequency=None)),
@@ -362,15 +362,17 @@ def test_a_restored_prefix_counts_as_prompt(model: Qwen35Model) -> None:
             row=0, tokens=tokens[first:last], start=first, pages=page_array([1]), last=True, **extra
         )
 
-    row, _, _ = prefill.chunk(prefill.start(spec), chunk(0, 2))
+    (row,) = prefill.chunks([prefill.start(spec)], [chunk(0, 2)]).rows
     restored = replace(row, prompted=None)
-    whole, hidden, _ = prefill.chunk(row, chunk(2, 4))
-    again, _, _ = prefill.chunk(restored, chunk(2, 4, prefix=tokens[:2]))
+    (whole,) = prefill.chunks([row], [chunk(2, 4)]).rows
+    passed = prefill.chunks([restored], [chunk(2, 4, prefix=tokens[:2])])
+    (again,) = passed.rows
     assert whole.prompted is not None
     assert again.prompted is not None
     assert np.flatnonzero(whole.prompted).tolist() == [5, 21, 22, 30]
     assert np.array_equal(whole.prompted, again.prompted)
-    assert mx.array_equal(prefill.finish(again, hidden).rows.prompted[0], mx.array(again.prompted))
+    (first,) = prefill.finish([again], passed.hidden).rows
+    assert mx.array_equal(first.prompted[0], mx.array(again.prompted))
 
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

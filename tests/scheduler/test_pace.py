@@ -374,9 +374,11 @@ def test_the_shorter_book_goes_first() -> None:
 def test_a_higher_class_goes_first() -> None:
     world = Paced()
     world.load(streams=1)
-    for name, length in (("oldest", 1200), ("shorter", 300), ("urgent", 400)):
-        priority = Priority.INTERACTIVE if name == "urgent" else Priority.DEFAULT
-        world.book(name, length, length, priority=priority)
+    for name, length in (("oldest", 1200), ("shorter", 300)):
+        world.book(name, length, length)
+    for _ in range(2):
+        world.step()
+    world.book("urgent", 400, 400, priority=Priority.INTERACTIVE)
     world.until(world.done)
     first = {name: world.first_token_after(name) for name in ("oldest", "shorter", "urgent")}
     assert first["urgent"] < first["shorter"] < first["oldest"]

@@ -46,7 +46,7 @@ async def error_of(up: Running, **others: Any) -> SelfdraftError:
 
 async def test_a_higher_priority_goes_first() -> None:
     async with running(step_s=0.001, max_rows=1, metrics=True) as up:
-        await queued(up, "running", max_tokens=3000)
+        await queued(up, "running", max_tokens=3000, priority="interactive")  # nobody displaces it
         with anyio.fail_after(3):
             while not up.statistics.running:
                 await anyio.sleep(0.005)
@@ -115,7 +115,7 @@ async def test_a_tenants_name_is_checked(name: str) -> None:
 async def test_what_a_tenant_may_queue() -> None:
     config = service_config(tenants={"small": TenantPolicy(max_queued_tokens=10)})
     async with running(config=config, step_s=0.002, max_rows=1, metrics=True) as up:
-        await queued(up, "running", max_tokens=3000)
+        await queued(up, "running", max_tokens=3000, priority="interactive")  # nobody displaces it
         with anyio.fail_after(3):
             while not up.statistics.running:
                 await anyio.sleep(0.005)
