@@ -526,6 +526,7 @@ class SchedulerCore:
             queued_tokens=self._queue.tokens,
             running=len(running),
             prefilling=sum(not s.produced for s in running),
+            prefilling_tokens=sum(len(s.prompt) - s.cursor for s in running if not s.produced),
             paused=sum(s.paused_at is not None for s in running),
             guided_rows=sum(s.guided for s in running),
             rows_held=len(self._rows),

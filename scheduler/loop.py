@@ -35,6 +35,7 @@ from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.keeping import SESSION_KEY, Export
+from scheduler.kv_events import KvEvent, Stored
 from scheduler.prefix import Entry
 from scheduler.request import (
     Event,
@@ -301,6 +302,22 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         return self._core.statistics(self._clock())
+
+    # --- kept blocks -----------------------------------------------------------------------------
+
+    @property
+    def newest_kv_event(self) -> int:
+        """Number of the newest event of `kv_events`; 0 before the first."""
+        return self._core.keeping.cache.events.newest
+
+    def kv_events(self, number: int) -> list[KvEvent] | None:
+        """Blocks that came and went after event `number`; None when the log no longer reaches back
+        to it: take `kv_blocks`, as of `newest_kv_event`."""
+        return self._core.keeping.cache.events.since(number)
+
+    def kv_blocks(self) -> list[Stored]:
+        """All blocks that are kept, parents before children."""
+        return self._core.keeping.cache.live_blocks()
 
     # --- sessions --------------------------------------------------------------------------------
 

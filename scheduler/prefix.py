@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from engine.plan import pages_needed
 from scheduler.groups import Group
+from scheduler.kv_events import KvEventLog, Removed, Stored, chain, live_chains
 from scheduler.pages import IntegrityError, PagePool
 
 ROOT = b""
@@ -109,6 +110,8 @@ class PrefixCache:
         self.evictions: Counter[str] = Counter()
         self.on_evict: Callable[[Entry, str], None] = lambda entry, cause: None
         """Told of every eviction and its cause."""
+        self.events = KvEventLog()
+        """Blocks that came and went."""
         self._page_size = page_size
         self._pool = pool
         self._entries: dict[int, Entry] = {}
@@ -185,6 +188,11 @@ class PrefixCache:
             longest = max(longest, int(differ[0]) if len(differ) else size)
         return whole + longest
 
+    def live_blocks(self) -> list[Stored]:
+        """What a reader of `events` that starts over must know, as of `events.newest`."""
+        entries = ((entry.hashes, entry.tokens) for entry in self._entries.values())
+        return list(live_chains(entries, self._page_size))
+
     # --- keep ------------------------------------------------------------------------------------
 
     def add(
@@ -214,8 +222,11 @@ class PrefixCache:
         self._pool.hold(entry.pages)
         self._entries[entry.boundary] = entry
         self._at.setdefault(entry.hashes[-1], {})[entry.boundary] = entry
+        known = sum(chained in self._under for chained in entry.hashes[1:])
         for chained in entry.hashes[1:]:
             self._under.setdefault(chained, {})[entry.boundary] = entry
+        if known + 1 < len(entry.hashes):
+            self.events.record(chain(entry.hashes, tokens, known, self._page_size))
         if not ready:
             self.use(entry)
         return entry
@@ -318,6 +329,9 @@ class PrefixCache:
         _unlist(self._at, entry.hashes[-1], entry)
         for chained in entry.hashes[1:]:
             _unlist(self._under, chained, entry)
+        gone = tuple(c for c in reversed(entry.hashes[1:]) if c not in self._under)
+        if gone:
+            self.events.record(Removed(hashes=gone))
         self._pool.drop(entry.pages)
         self._drops.append(entry.boundary)
         self.evictions[cause] += 1

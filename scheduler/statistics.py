@@ -25,6 +25,8 @@ class Statistics:
     running: int
     """Started requests that have not ended, prefilling and paused ones included."""
     prefilling: int
+    prefilling_tokens: int
+    """Prompt tokens that running requests have still to hand to the engine."""
     paused: int
     """Running requests whose reader does not keep up."""
     guided_rows: int

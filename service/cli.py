@@ -57,6 +57,7 @@ def serve(
     port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 50051,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = 9464,
     metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
+    gateway: options.Gateway = True,
     metrics_host: options.MetricsHost = None,
     insecure: options.Insecure = False,
     tls_cert: options.TlsCert = None,
@@ -122,6 +123,7 @@ def serve(
             host=host,
             port=port,
             metrics_port=metrics_port if metrics else None,
+            gateway=gateway,
             metrics_host=metrics_host,
             insecure=insecure,
             drain_s=drain_seconds,
@@ -147,6 +149,38 @@ def serve(
     finally:
         progress.close()
     raise typer.Exit(code)
+
+
+@app.command("gateway")
+def run_gateway(
+    worker: Annotated[
+        list[str] | None, typer.Option(help="host:port of a server; may be repeated.")
+    ] = None,
+    host: options.Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 30000,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port of the gateway.")] = 29000,
+    policy: Annotated[str, typer.Option(help="How smg chooses a worker.")] = "cache_aware",
+    wait: Annotated[
+        float, typer.Option(help="Seconds in which all workers must be serving.")
+    ] = 300.0,
+    further: Annotated[
+        list[str] | None, typer.Argument(help="After --: further options of `smg launch`.")
+    ] = None,
+) -> None:
+    """Put the Shepherd Model Gateway in front of servers: OpenAI and Anthropic APIs over HTTP."""
+    from service.gateway.launch import GatewayConfig, launch
+
+    launch(
+        GatewayConfig(
+            workers=tuple(worker or ()),
+            host=host,
+            port=port,
+            metrics_port=metrics_port,
+            policy=policy,
+            wait_s=wait,
+            options=tuple(further or ()),
+        )
+    )
 
 
 @app.command()
@@ -511,6 +545,7 @@ def _expected(error: Exception) -> ExitCode | None:
     from engine.errors import ConfigError, EngineError
     from service.config import SettingError
     from service.costs import CostTableError
+    from service.gateway.launch import GatewayError
     from service.models import ModelNotFoundError
     from service.reload import FileError
     from service.server import BindError
@@ -518,7 +553,10 @@ def _expected(error: Exception) -> ExitCode | None:
 
     if isinstance(error, UsageError | ConfigError | SettingError | CostTableError | FileError):
         return 2
-    known = (EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError)
+    known = (
+        *(EngineError, SelfdraftError, ModelNotFoundError, BindError, TokenizerError),
+        GatewayError,
+    )
     return 1 if isinstance(error, known) else None
 
 

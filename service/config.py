@@ -118,6 +118,9 @@ class ServerConfig:
     """Address of the Prometheus endpoint, which is plain HTTP with numbers and the model's name,
     never prompts. None: that of gRPC where it is loopback or `insecure`, else 127.0.0.1."""
 
+    gateway: bool = True
+    """Speak the Shepherd Model Gateway's protocol on the gRPC port as well."""
+
     max_concurrent_rpcs: int = 1024
     """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
 

@@ -45,6 +45,8 @@ class Reason(StrEnum):
     DRAINING = "DRAINING"
     ENGINE_FAILED = "ENGINE_FAILED"
     GRAMMAR_LIMIT = "GRAMMAR_LIMIT"
+    EVENTS_EXPIRED = "EVENTS_EXPIRED"
+    EVENTS_MISSED = "EVENTS_MISSED"
     ROW_FAULT = "ROW_FAULT"
     NOT_CONFIGURED = "NOT_CONFIGURED"
     NOT_FOUND = "NOT_FOUND"
@@ -118,6 +120,13 @@ CATALOGUE: Final[Mapping[Reason, Kind]] = {
     Reason.GRAMMAR_LIMIT: Kind(
         _Code.RESOURCE_EXHAUSTED,
         "the grammar could not be followed any further; the text is incomplete",
+    ),
+    Reason.EVENTS_EXPIRED: Kind(
+        _Code.OUT_OF_RANGE,
+        "events after the given number are not known any more; subscribe from 0 for a snapshot",
+    ),
+    Reason.EVENTS_MISSED: Kind(
+        _Code.DATA_LOSS, "the subscriber fell behind; subscribe from 0 for a snapshot"
     ),
     Reason.ROW_FAULT: Kind(
         _Code.INTERNAL,

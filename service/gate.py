@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from service.config import ServiceConfig
 from service.exposure import check_exposure, is_loopback
@@ -11,6 +11,12 @@ from service.logs import Logger
 from service.sessionfiles import SessionFiles
 from service.tls import Tls
 from service.tokens import Tokens
+
+NO_GATEWAY: Final = (
+    "the gateway's protocol needs a token like every other, and smg sends none: behind smg serve "
+    "without --tokens on a network of your own, elsewhere with --no-gateway"
+)
+"""Told at the start of a server that has tokens and speaks the gateway's protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,8 @@ class Gate:
         )
         for warning in gate.warnings():
             logger.warning("security", note=warning)
+        if tokens is not None and config.server.gateway:
+            logger.info("security", note=NO_GATEWAY)
         return gate
 
     def warnings(self) -> list[str]:

@@ -11,13 +11,15 @@ from selfdraft.v1 import selfdraft_pb2
 SERVICE: Final = selfdraft_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 NAMES: Final = ("", SERVICE)
-"""Names a client may ask about: the server as a whole, and the service. They agree."""
+"""Names a client may ask about: the server as a whole, and its service. They agree."""
 
 
 class Health:
     """NOT_SERVING until told otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: str) -> None:
+        """`more`: further services a client may ask about."""
+        self._names = (*NAMES, *more)
         # The type stubs do not know the asyncio half of the package.
         self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
 
@@ -29,5 +31,5 @@ class Health:
     async def set(self, *, serving: bool) -> None:
         """Tells probes and watches."""
         status = health_pb2.HealthCheckResponse
-        for name in NAMES:
+        for name in self._names:
             await self._servicer.set(name, status.SERVING if serving else status.NOT_SERVING)

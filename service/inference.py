@@ -15,11 +15,13 @@ from service.config import ServiceConfig
 from service.endings import Context, abort, gone
 from service.errors import Reason, ServiceError
 from service.ledger import Ledger
+from service.loads import loads
 from service.logs import Logger, RequestRecord, total, trace_context
 from service.metrics import Metrics
 from service.modelinfo import model_info
 from service.prompt import decode_ids, encode_input, prepare
 from service.relay import Relay
+from service.serverinfo import server_info
 from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
 from service.tenant import tenant_of
@@ -49,10 +51,18 @@ class InferenceServicer:
         self.ledger = ledger or Ledger()
         """What each tenant has asked for."""
         self._submissions = Submissions(retry_after_s=config.server.retry_after_s)
+        self._started_at = clock()
+        self.services: tuple[str, ...] = ()
+        """Names of the services on the port, once all are known."""
         self.active = 0
         """`Generate` calls being answered."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the server started."""
+        return self._clock() - self._started_at
 
     async def wait_idle(self) -> None:
         """Returns when no `Generate` call is being answered."""
@@ -61,12 +71,19 @@ class InferenceServicer:
     # --- Generate --------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Streams one generation; writes its log line whatever happens."""
+        """Streams one generation."""
+        await self.generate(request, context, Violations())
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Context, complain: Violations
+    ) -> None:
+        """Streams one generation; writes its log line whatever happens. `complain` holds what was
+        wrong with it in the form it came in."""
         record = self._record(request, context)
         self._open(record)
         error: ServiceError | None = None
         try:
-            await self._generate(request, context, record)
+            await self._generate(request, context, record, complain)
         except ServiceError as refusal:
             error = refusal
         except asyncio.CancelledError:
@@ -80,7 +97,11 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _generate(
-        self, request: pb.GenerateRequest, context: Context, record: RequestRecord
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        record: RequestRecord,
+        complain: Violations,
     ) -> None:
         scope = Scope(record.tenant)
         try:
@@ -88,6 +109,7 @@ class InferenceServicer:
             prepared = await prepare(
                 request,
                 backend,
+                complain,
                 limits=self._config.limits,
                 request_id=record.request_id,
                 tenant=tenant_of(context),
@@ -169,7 +191,7 @@ class InferenceServicer:
             key = scope_of(context).inside(request.request_id)
             return pb.AbortResponse(aborted=self._submissions.abort(key))
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Text or chat to ids."""
@@ -180,7 +202,7 @@ class InferenceServicer:
             length = backend.scheduler.info.context_length
             return pb.TokenizeResponse(token_ids=ids, context_length=length)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
@@ -192,7 +214,7 @@ class InferenceServicer:
             text = await decode_ids(request, backend.tokenizer, info=backend.scheduler.info)
             return pb.DetokenizeResponse(text=text)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
@@ -205,7 +227,7 @@ class InferenceServicer:
             complain.raise_found()
             return model_info(self._door.look(), self._config.limits)
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def ReleaseSession(  # noqa: N802
         self, request: pb.ReleaseSessionRequest, context: Context
@@ -216,7 +238,7 @@ class InferenceServicer:
             backend, limits = self._door.look(), self._config.limits
             return release_session(request, backend, limits, scope_of(context))
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
     async def ListSessions(  # noqa: N802
         self, request: pb.ListSessionsRequest, context: Context
@@ -227,9 +249,43 @@ class InferenceServicer:
             backend = self._door.look()
             return list_sessions(request, backend, self._clock(), scope_of(context))
 
-        return await self._answer(context, answer)
+        return await self.answer(context, answer)
 
-    async def _answer(self, context: Context, answer: Callable[[], Awaitable[T]]) -> T:
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, context: Context
+    ) -> pb.GetLoadsResponse:
+        """How busy the server is."""
+
+        async def answer() -> pb.GetLoadsResponse:
+            complain = Violations()
+            check_known(request, complain)
+            complain.raise_found()
+            return loads(self._door.look().scheduler.statistics())
+
+        return await self.answer(context, answer)
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """What the server is."""
+
+        async def answer() -> pb.GetServerInfoResponse:
+            complain = Violations()
+            check_known(request, complain)
+            complain.raise_found()
+            return server_info(
+                self._door.look(),
+                self._config,
+                state=self._door.state,
+                active=self.active,
+                uptime_s=self.uptime_s,
+                services=self.services,
+            )
+
+        return await self.answer(context, answer)
+
+    async def answer(self, context: Context, answer: Callable[[], Awaitable[T]]) -> T:
+        """What `answer` returns; ends the call with the error it raises instead."""
         try:
             return await answer()
         except ServiceError as refusal:

@@ -83,6 +83,9 @@ Speculation = Annotated[
 MetricsHost = Annotated[
     str | None, typer.Option(help="Address of the Prometheus port; loopback when absent.")
 ]
+Gateway = Annotated[
+    bool, typer.Option(help="Speak the gateway's protocol on the gRPC port as well.")
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback in plain text.")]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file: certificate chain of the server.")]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file: its private key.")]

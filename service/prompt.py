@@ -59,6 +59,7 @@ class Prepared:
 async def prepare(
     request: pb.GenerateRequest,
     backend: Backend,
+    complain: Violations,
     *,
     limits: RequestLimits,
     request_id: str,
@@ -68,8 +69,7 @@ async def prepare(
     cache_salt: str = "",
 ) -> Prepared:
     """Checks and tokenizes `request`, whose ids are names of `scope`. Raises ServiceError with
-    every violation at once."""
-    complain = Violations()
+    every violation at once, those in `complain` before included."""
     scheduler = backend.scheduler
     check_known(request, complain)
     if request.HasField("request_id"):

@@ -31,6 +31,7 @@ from service.config import ServiceConfig
 from service.decoding import DecodeInterceptor
 from service.exposure import metrics_host
 from service.gate import Gate
+from service.gateway import servicer as gateway
 from service.guard import ADMIN, HEALTH, REFLECTION, AuthInterceptor
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
@@ -152,13 +153,15 @@ class Server:
         register: Any = selfdraft_pb2_grpc.add_InferenceServicer_to_server
         register(servicer, server)
         self.servicer = servicer
-        health = Health()
+        more = self._register_gateway(server, servicer)
+        health = Health(*more)
         await health.register(server)
-        names = [SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        names = [SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME]
         if gate.admin:
             self._add_admin(server, servicer, gate)
             names.append(ADMIN)
         reflection.enable_server_reflection(names, server)
+        servicer.services = tuple(names)
         port = _bind(server, server_config.host, server_config.port, gate.tls)
         async with self._exporter() as metrics_port:
             await server.start()
@@ -175,6 +178,15 @@ class Server:
                 with anyio.CancelScope(shield=True):
                     await health.set(serving=False)
                     await server.stop(_FLUSH_S)
+
+    def _register_gateway(
+        self, server: grpc.aio.Server, servicer: InferenceServicer
+    ) -> tuple[str, ...]:
+        """The gateway's protocol, unless it is off. Returns the names of services added."""
+        if not self._config.server.gateway:
+            return ()
+        gateway.register(server, inference=servicer, door=self.door, config=self._config)
+        return (gateway.SERVICE,)
 
     def _auth(self, gate: Gate) -> AuthInterceptor:
         reflects = [REFLECTION] if self._config.security.open_reflection else []

@@ -47,6 +47,8 @@ def unknown(words: list[str]) -> list[str]:
     named = words[1] if len(words) > 1 and not words[1].startswith("-") else ""
     if named not in options():
         return [f"selfdraft {named}"]
+    if "--" in words:  # what follows is somebody else's
+        words = words[: words.index("--")]
     known = options()[named]
     if any(name.startswith(f"{named} ") for name in options()):  # a group; its options come first
         inner = next((word for word in words[2:] if f"{named} {word}" in options()), None)

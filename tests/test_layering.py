@@ -47,7 +47,7 @@ ROOMS: dict[str, Room] = {
             *("service", "scheduler", "engine", "selfdraft", *GRPC, "anyio"),
             *("tokenizers", "llguidance", "jinja2", "huggingface_hub", "typer", "click", "rich"),
             *("structlog", "prometheus_client", "numpy", "platformdirs", "cryptography"),
-            "matplotlib",
+            *("matplotlib", "smg_grpc_proto"),
         )
     ),
     # Other people's code imports this one; it brings nothing of the server along.

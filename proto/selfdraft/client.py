@@ -331,6 +331,18 @@ class Client:
         )
         return list(response.sessions)
 
+    async def loads(self, *, timeout: float | None = None) -> pb.GetLoadsResponse:
+        """How busy the server is. Raises SelfdraftError."""
+        response: pb.GetLoadsResponse = await self._unary("GetLoads", pb.GetLoadsRequest(), timeout)
+        return response
+
+    async def server_info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
+        """What the server is and what it holds requests to. Raises SelfdraftError."""
+        response: pb.GetServerInfoResponse = await self._unary(
+            "GetServerInfo", pb.GetServerInfoRequest(), timeout
+        )
+        return response
+
     async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
         try:
             call = getattr(self._stub, method)

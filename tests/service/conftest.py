@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 
 import anyio
 import pytest
+
+from service.logs import _Forward
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +23,13 @@ async def one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     and what a connection still has to say when its test ends must find its loop open."""
     yield
     await anyio.sleep(0.05)  # for what the last test's connections still have to say
+
+
+@pytest.fixture(autouse=True)
+def no_log_of_an_earlier_command() -> Iterator[None]:
+    """A command that ran in this process must not get what libraries log in later tests: its
+    stderr is closed by then."""
+    yield
+    for handler in list(logging.root.handlers):
+        if isinstance(handler, _Forward):
+            logging.root.removeHandler(handler)

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from selfdraft import AdminClient, Client, SelfdraftError
+from smg_grpc_proto.generated import common_pb2
 
 from engine.plan import Engine
 from scheduler.config import TenantPolicy
+from scheduler.kv_events import KvEventLog
 from scheduler.request import FinishReason
 from scheduler.sessions import NoRoomError
 from service import errors
@@ -25,6 +28,7 @@ from service.config import SecurityConfig, ServerConfig
 from service.errors import CATALOGUE, DOMAIN, Reason, ServiceError, error_of
 from service.tokens import entry_text, new_token
 from tests.scheduler.fake_engine import FakeEngine
+from tests.service.gateway.calls import connected, refusal
 from tests.service.harness import VOCAB, Running, running, saying, service_config
 
 pytestmark = pytest.mark.anyio
@@ -241,6 +245,30 @@ async def _(folder: Path) -> SelfdraftError:
     async with running() as up:
         dead_end = 'start: "a" x\nx: x "b"'
         return await failing(up.client.generate(text="x", grammar=dead_end, max_tokens=9).text())
+
+
+@scenario(Reason.EVENTS_EXPIRED)
+async def _(folder: Path) -> SelfdraftError:
+    """`start` is a number from the life of another server."""
+    async with running(boundaries=4) as up, connected(up) as gateway:
+        start = common_pb2.SubscribeKvEventsRequest(start_sequence_number=17)
+        return SelfdraftError.of(await refusal(gateway.SubscribeKvEvents(start)))
+
+
+@scenario(Reason.EVENTS_MISSED)
+async def _(folder: Path) -> SelfdraftError:
+    """With a log of one event: more than that pass between two looks at it."""
+    config = service_config(prefill_chunk=16)
+    async with running(config=config, boundaries=8) as up, connected(up) as gateway:
+        cache = up.server.door.look().scheduler._core.keeping.cache
+        log = KvEventLog(max_events=1)
+        log.newest = cache.events.newest
+        cache.events = log
+        call = gateway.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        async with anyio.create_task_group() as tasks:
+            for number in range(2, 10):
+                tasks.start_soon(partial(up.works, token_ids=[number] * 100))
+        return SelfdraftError.of(await refusal(call))
 
 
 @scenario(Reason.ROW_FAULT)

@@ -128,7 +128,7 @@ async def test_reflection_lists_and_describes_the_service() -> None:
         methods = {method.name for method in file.service[0].method}
         assert methods == {
             *("Generate", "Abort", "Tokenize", "Detokenize", "GetModelInfo"),
-            *("ReleaseSession", "ListSessions"),
+            *("ReleaseSession", "ListSessions", "GetLoads", "GetServerInfo"),
         }
 
 

@@ -115,8 +115,7 @@ def test_everything_is_documented(tmp_path: Path, name: str) -> None:
         wanted[4, m] = message.name
         for f, field in enumerate(message.field):
             wanted[4, m, 2, f] = f"{message.name}.{field.name}"
-        if message.nested_type:
-            assert all(nested.options.map_entry for nested in message.nested_type)
+        assert all(nested.options.map_entry for nested in message.nested_type)
     for e, enum in enumerate(file.enum_type):
         wanted[5, e] = enum.name
         for v, value in enumerate(enum.value):

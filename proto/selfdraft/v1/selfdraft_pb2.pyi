@@ -378,3 +378,171 @@ class Session(_message.Message):
     pages: int
     expires_in_seconds: float
     def __init__(self, session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., pages: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ...) -> None: ...
+
+class GetLoadsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadsResponse(_message.Message):
+    __slots__ = ("queued_requests", "queued_tokens", "oldest_wait_seconds", "running_requests", "prefilling_requests", "prefilling_tokens", "paused_requests", "max_rows", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_usage", "tokens_per_second", "prompt_tokens_per_second", "depth", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "generated_tokens", "prompt_tokens", "cached_tokens", "submitted_requests", "refused_requests", "finished_requests", "sessions", "queued_by_priority", "preempted_requests", "preemptions")
+    class RefusedRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FinishedRequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class QueuedByPriorityEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PreemptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    SPEC_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_DRAFT_TOKENS_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_ACCEPTED_TOKENS_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BY_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    queued_requests: int
+    queued_tokens: int
+    oldest_wait_seconds: float
+    running_requests: int
+    prefilling_requests: int
+    prefilling_tokens: int
+    paused_requests: int
+    max_rows: int
+    kv_pages: int
+    kv_pages_used: int
+    kv_pages_cached: int
+    kv_usage: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    depth: int
+    spec_draft_tokens: int
+    spec_accepted_tokens: int
+    spec_draft_tokens_per_pos: _containers.RepeatedScalarFieldContainer[int]
+    spec_accepted_tokens_per_pos: _containers.RepeatedScalarFieldContainer[int]
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    submitted_requests: int
+    refused_requests: _containers.ScalarMap[str, int]
+    finished_requests: _containers.ScalarMap[str, int]
+    sessions: int
+    queued_by_priority: _containers.ScalarMap[str, int]
+    preempted_requests: int
+    preemptions: _containers.ScalarMap[str, int]
+    def __init__(self, queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., prefilling_requests: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ..., paused_requests: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_cached: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., depth: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., submitted_requests: _Optional[int] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., finished_requests: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ..., queued_by_priority: _Optional[_Mapping[str, int]] = ..., preempted_requests: _Optional[int] = ..., preemptions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "uptime_seconds", "state", "active_calls", "model", "device", "blas", "depth", "prefix_cache", "deterministic", "services", "limits", "notes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLAS_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    SERVICES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    uptime_seconds: float
+    state: str
+    active_calls: int
+    model: str
+    device: str
+    blas: str
+    depth: str
+    prefix_cache: bool
+    deterministic: bool
+    services: _containers.RepeatedScalarFieldContainer[str]
+    limits: ServerLimits
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., active_calls: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., depth: _Optional[str] = ..., prefix_cache: _Optional[bool] = ..., deterministic: _Optional[bool] = ..., services: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[ServerLimits, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ServerLimits(_message.Message):
+    __slots__ = ("context_length", "max_prompt_tokens", "default_max_tokens", "max_rows", "max_queue", "max_queued_tokens", "max_n", "max_stop_strings", "max_stop_string_chars", "max_text_chars", "max_grammar_chars", "max_message_bytes", "max_concurrent_rpcs", "session_ttl_seconds", "max_sessions", "max_messages", "max_role_chars", "max_template_bytes")
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_N_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRING_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEXT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAMMAR_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENT_RPCS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROLE_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEMPLATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    context_length: int
+    max_prompt_tokens: int
+    default_max_tokens: int
+    max_rows: int
+    max_queue: int
+    max_queued_tokens: int
+    max_n: int
+    max_stop_strings: int
+    max_stop_string_chars: int
+    max_text_chars: int
+    max_grammar_chars: int
+    max_message_bytes: int
+    max_concurrent_rpcs: int
+    session_ttl_seconds: float
+    max_sessions: int
+    max_messages: int
+    max_role_chars: int
+    max_template_bytes: int
+    def __init__(self, context_length: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_n: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_text_chars: _Optional[int] = ..., max_grammar_chars: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_concurrent_rpcs: _Optional[int] = ..., session_ttl_seconds: _Optional[float] = ..., max_sessions: _Optional[int] = ..., max_messages: _Optional[int] = ..., max_role_chars: _Optional[int] = ..., max_template_bytes: _Optional[int] = ...) -> None: ...

@@ -70,6 +70,16 @@ class InferenceStub:
                 request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/selfdraft.v1.Inference/GetLoads',
+                request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/selfdraft.v1.Inference/GetServerInfo',
+                request_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -155,6 +165,23 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoads(self, request, context):
+        """How busy the server is, for whoever chooses between several of them. One snapshot: its numbers
+        belong together.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """What this server is, how long it has run, and the limits it holds requests to.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -192,6 +219,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.FromString,
                     response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsRequest.FromString,
+                    response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -384,6 +421,60 @@ class Inference:
             '/selfdraft.v1.Inference/ListSessions',
             selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsRequest.SerializeToString,
             selfdraft_dot_v1_dot_selfdraft__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/selfdraft.v1.Inference/GetLoads',
+            selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsRequest.SerializeToString,
+            selfdraft_dot_v1_dot_selfdraft__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/selfdraft.v1.Inference/GetServerInfo',
+            selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoRequest.SerializeToString,
+            selfdraft_dot_v1_dot_selfdraft__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
