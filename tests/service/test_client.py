@@ -65,7 +65,7 @@ async def test_cancelling_the_task_cancels_the_generation() -> None:
 
 
 async def test_no_server_is_an_error_without_a_reason() -> None:
-    async with Client("127.0.0.1:1") as client:
+    async with Client("127.0.0.1:1", retry=None) as client:
         for call in (client.model_info(), client.generate(text="x").text()):
             with pytest.raises(SelfdraftError) as caught:
                 await call
