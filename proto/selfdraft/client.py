@@ -40,8 +40,12 @@ from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
 
-Messages = Sequence[tuple[str, str]]
-"""(role, content) pairs, in order."""
+Messages = Sequence[tuple[str, str] | Mapping[str, Any]]
+"""In order: (role, content) pairs, or mappings with the fields of `ChatMessage`, of which
+`tool_calls` may be JSON text or what it would be parsed to."""
+
+Tools = Sequence[str | Mapping[str, Any]]
+"""Functions the model may call, each as JSON text or what it would be parsed to."""
 
 SpeculationMode = Literal["auto", "coupled", "rejection", "off"]
 """How drafts are verified, as in the .proto file; auto leaves it to the server."""
@@ -268,6 +272,7 @@ class Client:
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
+        tools: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         session_id: str | None = None,
@@ -279,12 +284,14 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Starts a generation from exactly one of `text`, `token_ids` and `messages`.
+        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools` and
+        `template_variables` go with `messages`.
 
         `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds, of all
         attempts together. Of what the server answers nothing is raised here: errors come from the
-        `Generation`. Raises ValueError for an unknown `speculation` or `priority`, and
-        SelfdraftError (CANCELLED) when the client is closed.
+        `Generation`. Raises ValueError for an unknown `speculation` or `priority`, a message with
+        a field there is none of, and `tools` without `messages`; SelfdraftError (CANCELLED) when
+        the client is closed.
         """
         request = pb.GenerateRequest(
             request_id=request_id, session_id=session_id, reuse_prefix=reuse_prefix
@@ -294,7 +301,9 @@ class Client:
         if token_ids is not None:
             request.tokenized.input_ids.extend(token_ids)
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables))
+            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
+        elif tools:
+            raise ValueError("tools: need messages")
         if sampling:
             request.sampling_params.CopyFrom(sampling_params(**sampling))
         if speculation not in _MODES:
@@ -347,6 +356,8 @@ class Client:
         *,
         text: str | None = None,
         messages: Messages | None = None,
+        tools: Tools = (),
+        template_variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
     ) -> list[int]:
@@ -355,7 +366,7 @@ class Client:
         if text is not None:
             request.text = text
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages))
+            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
         response: pb.TokenizeResponse = await self._unary("Tokenize", request, timeout)
         return list(response.token_ids)
 
@@ -449,13 +460,28 @@ def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
     return pb.SamplingParams(**sampling)  # type: ignore[arg-type]
 
 
-def chat_input(messages: Messages, variables: Mapping[str, Any] | None = None) -> pb.ChatInput:
-    """(role, content) pairs as a message, with further variables for the template."""
-    chat = pb.ChatInput(
-        messages=[pb.ChatMessage(role=role, content=content) for role, content in messages]
-    )
+def chat_input(
+    messages: Messages, variables: Mapping[str, Any] | None = None, *, tools: Tools = ()
+) -> pb.ChatInput:
+    """A conversation as a message, with further variables for the template and the functions the
+    model may call. Raises ValueError for a field a message does not have."""
+    chat = pb.ChatInput(messages=map(_chat_message, messages), tools=map(_json_text, tools))
     if variables:
         kwargs = struct_pb2.Struct()
         kwargs.update(variables)
         chat.chat_template_kwargs.CopyFrom(kwargs)
     return chat
+
+
+def _chat_message(message: tuple[str, str] | Mapping[str, Any]) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        role, content = message
+        return pb.ChatMessage(role=role, content=content)
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _json_text(fields["tool_calls"])
+    return pb.ChatMessage(**fields)
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
