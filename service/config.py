@@ -85,13 +85,26 @@ class RequestLimits:
     max_template_bytes: int = 65_536
     """Bytes of the further variables a request gives the chat template."""
 
+    max_tools: int = 128
+    """Functions a chat may offer. Each becomes prompt text."""
+
+    max_tools_chars: int = 262_144
+    """Characters of their descriptions together, as JSON: parsed before any template sees them."""
+
+    max_json_depth: int = 64
+    """Nesting of that JSON and of `tool_calls`. Templates recurse into it."""
+
+    max_tool_call_id_chars: int = 128
+    """Characters of the id of a tool call."""
+
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
     """Bounds on a JSON schema, regular expression or grammar, and on compiling it."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
         _at_least(self, 1, "max_n", "max_messages", "max_role_chars")
-        _at_least(self, 0, "max_template_bytes")
+        _at_least(self, 1, "max_json_depth", "max_tool_call_id_chars")
+        _at_least(self, 0, "max_template_bytes", "max_tools", "max_tools_chars")
         _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
         if self.max_stop_ids > MAX_STOP_IDS:
             raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")

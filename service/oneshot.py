@@ -42,7 +42,8 @@ def generate_at(target: str, ask: Ask, reach: Mapping[str, Any]) -> None:
 
     async def main() -> None:
         with refusals_say_so():
-            connected = Client(target, **reach)
+            # Who types sees a refusal at once, and may press a key.
+            connected = Client(target, retry=None, **reach)
         async with connected as client:
             await _stream(client, ask)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import anyio.to_thread
-from google.protobuf.json_format import MessageToDict
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import EngineInfo
@@ -16,6 +15,7 @@ from scheduler.admission import Limits
 from scheduler.request import GenerationRequest
 from service.auth import Scope
 from service.backend import Backend
+from service.chat import read_chat
 from service.config import RequestLimits
 from service.errors import invalid
 from service.sampling import Complain
@@ -256,17 +256,16 @@ async def _encode_chat(
     if template is None:
         complain("chat", "this model has no chat template; send text or tokenized")
         return None
-    if not _chat_is_sound(chat, template.reserved, complain, limits):
+    conversation = read_chat(chat, template.reserved, complain, limits)
+    if conversation is None:
         return None
-    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-    prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    variables: dict[str, Any] = MessageToDict(chat.chat_template_kwargs)
 
     def encode() -> tuple[int, ...]:
         text = template.render(
-            messages,
-            add_generation_prompt=prompt,
-            variables=variables,
+            conversation.messages,
+            tools=conversation.tools,
+            add_generation_prompt=conversation.add_generation_prompt,
+            variables=conversation.variables,
             max_chars=limits.max_text_chars,
         )
         # The template writes the special tokens itself.
@@ -281,38 +280,6 @@ async def _encode_chat(
         complain("chat.messages", "the chat template makes an empty prompt of them")
         return None
     return ids
-
-
-def _chat_is_sound(
-    chat: pb.ChatInput, reserved: frozenset[str], complain: Complain, limits: RequestLimits
-) -> bool:
-    sound = True
-    if not chat.messages:
-        complain("chat.messages", "must hold at least one message")
-        sound = False
-    if len(chat.messages) > limits.max_messages:
-        complain("chat.messages", f"at most {limits.max_messages}, are {len(chat.messages)}")
-        return False
-    for index, message in enumerate(chat.messages):
-        size, most = len(message.role), limits.max_role_chars
-        if not 1 <= size <= most:
-            limit = f"at most {most} characters, is {size}" if size else "must not be empty"
-            complain(f"chat.messages[{index}].role", limit)
-            sound = False
-    size_of_variables = chat.chat_template_kwargs.ByteSize()
-    if size_of_variables > limits.max_template_bytes:
-        limit = f"at most {limits.max_template_bytes} bytes, are {size_of_variables}"
-        complain("chat.chat_template_kwargs", limit)
-        sound = False
-    chars = sum(len(message.content) for message in chat.messages)
-    if chars > limits.max_text_chars:
-        complain("chat.messages", f"at most {limits.max_text_chars} characters, are {chars}")
-        sound = False
-    for name in chat.chat_template_kwargs.fields:
-        if name in reserved or not name.isidentifier():
-            complain(f"chat.chat_template_kwargs.{name}", "is not a name a request may set")
-            sound = False
-    return sound
 
 
 def _room(

@@ -4,12 +4,14 @@ from selfdraft.admin import AdminClient
 from selfdraft.channel import InsecureTokenError, Tls
 from selfdraft.client import Client, Generation
 from selfdraft.errors import SelfdraftError, Violation
+from selfdraft.retry import Retry
 
 __all__ = [
     "AdminClient",
     "Client",
     "Generation",
     "InsecureTokenError",
+    "Retry",
     "SelfdraftError",
     "Tls",
     "Violation",

@@ -13,6 +13,9 @@
     async with Client("inference.example:50051", tls=tls, token=token) as client:
         ...
 
+    async with Client("localhost:50051", retry=Retry(attempts=8)) as client:
+        ...  # or retry=None: every failure is raised at once
+
 Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documented. Errors are
 `SelfdraftError`s. Runs on asyncio; one `Client` serves any number of calls at once.
 """
@@ -21,9 +24,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import re
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn, Self, TypedDict, Unpack
+from typing import Any, Final, Literal, Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
@@ -31,11 +36,16 @@ from google.protobuf import struct_pb2
 
 from selfdraft.channel import DEFAULT_OPTIONS, Tls, connect
 from selfdraft.errors import SelfdraftError
+from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
 
-Messages = Sequence[tuple[str, str]]
-"""(role, content) pairs, in order."""
+Messages = Sequence[tuple[str, str] | Mapping[str, Any]]
+"""In order: (role, content) pairs, or mappings with the fields of `ChatMessage`, of which
+`tool_calls` may be JSON text or what it would be parsed to."""
+
+Tools = Sequence[str | Mapping[str, Any]]
+"""Functions the model may call, each as JSON text or what it would be parsed to."""
 
 SpeculationMode = Literal["auto", "coupled", "rejection", "off"]
 """How drafts are verified, as in the .proto file; auto leaves it to the server."""
@@ -86,19 +96,29 @@ class Sampling(TypedDict, total=False):
     seed: int
 
 
+Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
+
+SESSION_HEADER: Final = "selfdraft-session"
+"""Metadata with the `session_id`, for a load balancer to send a session's turns to one server."""
+
+_METADATA_VALUE: Final = re.compile(r"[\x21-\x7e]+")
+
+
 class Generation:
     """One running `Generate` call: iterate over its chunks, once. With n > 1 each chunk's `index`
     says which sequence it belongs to.
 
     Iterating raises SelfdraftError when the call fails; after `cancel` it just ends. Leaving the
-    `async with` block cancels, and so ends the generation on the server.
+    `async with` block cancels, and so ends the generation on the server. Until the first message
+    has arrived a failure may lead to another attempt, as the client's `Retry` says.
     """
 
-    def __init__(
-        self, call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
-    ) -> None:
-        self._call = call
-        self._cancelled = False
+    def __init__(self, open_call: Callable[[float | None], Call], attempts: Attempts) -> None:
+        self._open_call = open_call
+        self._attempts = attempts
+        self._call = open_call(attempts.remaining())
+        self._cancelled = asyncio.Event()
+        self._retrying = asyncio.Lock()
         self.completes: dict[int, pb.GenerateComplete] = {}
         """By index: why a sequence ended and what it cost, once its last chunk was read."""
 
@@ -107,13 +127,24 @@ class Generation:
         """That of index 0, which is the only one unless n > 1; None until it has ended."""
         return self.completes.get(0)
 
+    @property
+    def attempts(self) -> int:
+        """Attempts made so far, 1 or more."""
+        return self._attempts.made
+
     async def request_id(self) -> str:
         """The request's id, once the server admitted it. Raises SelfdraftError when it did not."""
-        metadata = await self._call.initial_metadata()
-        for key, value in metadata or ():
-            if key == "selfdraft-request-id":
-                return str(value)
-        return await self._raise_status()
+        while True:
+            call = self._call
+            for key, value in await call.initial_metadata() or ():
+                if key == "selfdraft-request-id":
+                    return str(value)
+            error = await _status_of(call)
+            if error.code() is grpc.StatusCode.OK:
+                raise RuntimeError("the server sent no request id")
+            await self._again(call, error)
+            if self._cancelled.is_set():
+                raise SelfdraftError(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 
     async def text(self) -> str:
         """The whole text of index 0. Raises SelfdraftError."""
@@ -130,7 +161,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End the generation; idempotent."""
-        self._cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -146,32 +177,43 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateStreamChunk]:
         try:
-            async for response in self._call:
-                if response.HasField("complete"):
-                    self.completes[response.complete.index] = response.complete
-                else:
-                    yield response.chunk
-        except grpc.aio.AioRpcError as error:
-            raise SelfdraftError.of(error) from error
+            while not self._cancelled.is_set():
+                call = self._call
+                try:
+                    async for response in call:
+                        self._attempts.begun = True
+                        if response.HasField("complete"):
+                            self.completes[response.complete.index] = response.complete
+                        else:
+                            yield response.chunk
+                    return
+                except grpc.aio.AioRpcError as error:
+                    await self._again(call, error)
         except asyncio.CancelledError:
             # gRPC raises this for a call that was cancelled, as if the task had been.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            if not self._cancelled:
-                raise SelfdraftError(
-                    grpc.StatusCode.CANCELLED, "the connection was closed"
-                ) from None
+            if not self._cancelled.is_set():
+                raise _closed() from None
         finally:
             self.cancel()
 
-    async def _raise_status(self) -> NoReturn:
-        try:
-            async for _ in self._call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            raise SelfdraftError.of(error) from error
-        raise RuntimeError("the server sent no request id")
+    async def _again(self, call: Call, error: grpc.aio.AioRpcError) -> None:
+        """Waits and opens the call that follows `call`, if one does. Raises SelfdraftError when
+        the error stands. Returns at once when another reader was first, early after `cancel`."""
+        async with self._retrying:
+            if self._call is not call or self._cancelled.is_set():
+                return
+            failure = SelfdraftError.of(error)
+            delay = self._attempts.delay_after(failure)
+            if delay is None:
+                raise failure from error
+            try:
+                async with asyncio.timeout(delay):
+                    await self._cancelled.wait()
+            except TimeoutError:
+                self._call = self._open_call(self._attempts.remaining())
 
 
 class Client:
@@ -185,10 +227,12 @@ class Client:
         token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         insecure_token: bool = False,
+        retry: Retry | None = DEFAULT_RETRY,
         options: Sequence[tuple[str, Any]] = DEFAULT_OPTIONS,
     ) -> None:
         """`target` is host:port. Without `tls` (or gRPC's own `credentials`) the connection is
         plain text, on which a `token` is sent to this machine only, unless `insecure_token`.
+        `retry` says which calls are made again, and how; None makes each once.
 
         Raises InsecureTokenError, and ValueError for both `tls` and `credentials`.
         """
@@ -201,6 +245,8 @@ class Client:
             options=options,
         )
         self._channel, self._metadata = connection.channel, connection.metadata
+        self._retry = retry
+        self._closed = False
         # The generated stub has no annotations; the messages have.
         self._stub: Any = selfdraft_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -217,6 +263,7 @@ class Client:
 
     async def close(self) -> None:
         """Cancels what still runs and closes the connection; idempotent."""
+        self._closed = True
         await self._channel.close(grace=None)
 
     def generate(
@@ -225,6 +272,7 @@ class Client:
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
+        tools: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         session_id: str | None = None,
@@ -236,11 +284,14 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Starts a generation from exactly one of `text`, `token_ids` and `messages`.
+        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools` and
+        `template_variables` go with `messages`.
 
-        `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds. Of what
-        the server answers nothing is raised here: errors come from the `Generation`. Raises
-        ValueError for an unknown `speculation` or `priority`.
+        `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds, of all
+        attempts together. Of what the server answers nothing is raised here: errors come from the
+        `Generation`. Raises ValueError for an unknown `speculation` or `priority`, a message with
+        a field there is none of, and `tools` without `messages`; SelfdraftError (CANCELLED) when
+        the client is closed.
         """
         request = pb.GenerateRequest(
             request_id=request_id, session_id=session_id, reuse_prefix=reuse_prefix
@@ -250,7 +301,9 @@ class Client:
         if token_ids is not None:
             request.tokenized.input_ids.extend(token_ids)
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables))
+            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
+        elif tools:
+            raise ValueError("tools: need messages")
         if sampling:
             request.sampling_params.CopyFrom(sampling_params(**sampling))
         if speculation not in _MODES:
@@ -272,9 +325,25 @@ class Client:
         timeout: float | None = None,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Generation:
-        """Starts a generation from a message of your own making."""
-        along = (*self._metadata, *metadata)
-        return Generation(self._stub.Generate(request, timeout=timeout, metadata=along))
+        """Starts a generation from a message of your own making.
+
+        A request without an id gets one where it may be sent again: the server then tells a second
+        attempt from a second request, and never runs both.
+        """
+        if self._retry is not None and not request.HasField("request_id"):
+            named = pb.GenerateRequest()
+            named.CopyFrom(request)
+            named.request_id = uuid.uuid4().hex
+            request = named
+        along = (*self._metadata, *metadata, *_affinity(request.session_id, metadata))
+
+        def open_call(left: float | None) -> Call:
+            if self._closed:
+                raise _closed()
+            call: Call = self._stub.Generate(request, timeout=left, metadata=along)
+            return call
+
+        return Generation(open_call, Attempts(self._retry, timeout))
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """Ends a live request; False when there is none of this id. Raises SelfdraftError."""
@@ -287,6 +356,8 @@ class Client:
         *,
         text: str | None = None,
         messages: Messages | None = None,
+        tools: Tools = (),
+        template_variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
     ) -> list[int]:
@@ -295,7 +366,7 @@ class Client:
         if text is not None:
             request.text = text
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages))
+            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
         response: pb.TokenizeResponse = await self._unary("Tokenize", request, timeout)
         return list(response.token_ids)
 
@@ -321,7 +392,9 @@ class Client:
     async def release_session(self, session_id: str, *, timeout: float | None = None) -> bool:
         """Forgets what is kept for a session; False when nothing was. Raises SelfdraftError."""
         request = pb.ReleaseSessionRequest(session_id=session_id)
-        response: pb.ReleaseSessionResponse = await self._unary("ReleaseSession", request, timeout)
+        response: pb.ReleaseSessionResponse = await self._unary(
+            "ReleaseSession", request, timeout, _affinity(session_id)
+        )
         return response.released
 
     async def sessions(self, *, timeout: float | None = None) -> list[pb.Session]:
@@ -343,12 +416,52 @@ class Client:
         )
         return response
 
-    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
-        try:
-            call = getattr(self._stub, method)
-            return await call(request, timeout=timeout, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise SelfdraftError.of(error) from error
+    async def _unary(
+        self,
+        method: str,
+        request: Any,
+        timeout: float | None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> Any:
+        attempts = Attempts(self._retry, timeout)
+        along = (*self._metadata, *metadata)
+        while True:
+            if self._closed:
+                raise _closed()
+            try:
+                call = getattr(self._stub, method)
+                return await call(request, timeout=attempts.remaining(), metadata=along)
+            except grpc.aio.AioRpcError as error:
+                failure = SelfdraftError.of(error)
+                delay = attempts.delay_after(failure)
+                if delay is None:
+                    raise failure from error
+            await asyncio.sleep(delay)
+
+
+def _affinity(
+    session_id: str, given: Sequence[tuple[str, str]] = ()
+) -> tuple[tuple[str, str], ...]:
+    """The session's metadata, unless the caller gave his own. An id that no header can carry is
+    left to the server, which says what is wrong with it."""
+    if not _METADATA_VALUE.fullmatch(session_id) or any(key == SESSION_HEADER for key, _ in given):
+        return ()
+    return ((SESSION_HEADER, session_id),)
+
+
+async def _status_of(call: Call) -> grpc.aio.AioRpcError:
+    """How a call ended, once it has."""
+    return grpc.aio.AioRpcError(
+        await call.code(),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        details=await call.details(),
+        debug_error_string=None,
+    )
+
+
+def _closed() -> SelfdraftError:
+    return SelfdraftError(grpc.StatusCode.CANCELLED, "the connection was closed")
 
 
 def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
@@ -359,13 +472,28 @@ def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
     return pb.SamplingParams(**sampling)  # type: ignore[arg-type]
 
 
-def chat_input(messages: Messages, variables: Mapping[str, Any] | None = None) -> pb.ChatInput:
-    """(role, content) pairs as a message, with further variables for the template."""
-    chat = pb.ChatInput(
-        messages=[pb.ChatMessage(role=role, content=content) for role, content in messages]
-    )
+def chat_input(
+    messages: Messages, variables: Mapping[str, Any] | None = None, *, tools: Tools = ()
+) -> pb.ChatInput:
+    """A conversation as a message, with further variables for the template and the functions the
+    model may call. Raises ValueError for a field a message does not have."""
+    chat = pb.ChatInput(messages=map(_chat_message, messages), tools=map(_json_text, tools))
     if variables:
         kwargs = struct_pb2.Struct()
         kwargs.update(variables)
         chat.chat_template_kwargs.CopyFrom(kwargs)
     return chat
+
+
+def _chat_message(message: tuple[str, str] | Mapping[str, Any]) -> pb.ChatMessage:
+    if not isinstance(message, Mapping):
+        role, content = message
+        return pb.ChatMessage(role=role, content=content)
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _json_text(fields["tool_calls"])
+    return pb.ChatMessage(**fields)
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

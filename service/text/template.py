@@ -8,7 +8,7 @@ count, for one that loops over what a client has sent should not hold the server
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -18,6 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 
 class ChatTemplateError(Exception):
@@ -59,11 +60,13 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         max_chars: int = MAX_PROMPT_CHARS,
     ) -> str:
-        """The text of a conversation. `variables` must not name one of `reserved`.
+        """The text of a conversation. Without `tools` the template's `tools` is none. `variables`
+        must not name one of `reserved`.
 
         Raises ChatTemplateError when the template refuses or fails on these messages, or makes
         more than `max_chars` characters of them.
@@ -71,7 +74,7 @@ class ChatTemplate:
         try:
             parts = self._template.generate(
                 messages=list(messages),
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 range=_Counter(),
@@ -89,13 +92,36 @@ class ChatTemplate:
 
 class _GenerationTag(Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it
-    is only its content."""
+    is only its content. It is a scope, as in transformers: what is set inside stays inside."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """jinja2's `namespace`, without names that begin with an underscore, as in transformers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # any name may be a keyword, `self` too
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise ChatTemplateError(f"stores {name!r} in a namespace; no underscore may begin a name")
 
 
 class _Counter:
@@ -151,6 +177,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
     return environment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from service.text.detokenizer import Detokenizer
 from service.text.pieces import Piece, PieceRule, UnsupportedTokenizerError, rule_of
 from service.text.template import ChatTemplate, ChatTemplateError
 
-_PRIMING = 8
-"""Tokens before the first generated one that can matter to it: those that hold the up to three
-bytes of a character the prompt left unfinished, with room for tokens that show nothing."""
+_PRIMING = 4
+"""Tokens of a prompt, those that show nothing not counted, that can matter to what follows: three
+may hold a byte each of a character the prompt left unfinished."""
 
 
 class TokenizerError(Exception):
@@ -92,10 +93,9 @@ class Tokenizer:
         """A detokenizer for what follows `prompt_ids`."""
         piece_of = self._shown_piece if skip_special_tokens else self._any_piece
         # Of a prompt only its last bytes matter, and whether it shows anything at all.
-        tail = prompt_ids[-_PRIMING:]
-        if all(piece_of(token, True) is None for token in tail):
-            tail = next(([t] for t in prompt_ids if piece_of(t, True) is not None), [])
-        return Detokenizer(piece_of, self._rule, tail)
+        shown = (token for token in reversed(prompt_ids) if piece_of(token, True) is not None)
+        tail = list(islice(shown, _PRIMING))
+        return Detokenizer(piece_of, self._rule, reversed(tail))
 
     def _shown_piece(self, token: int, first: bool) -> Piece | None:
         return None if token in self.special_ids else self._any_piece(token, first)

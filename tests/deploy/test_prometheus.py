@@ -67,7 +67,7 @@ async def drive(target: str, ledger: Ledger) -> None:
 
     Timed, not counted: all of it must fit the server's 60-second window of acceptance.
     """
-    async with Client(target) as client:
+    async with Client(target, retry=None) as client:
         await load.steady(client, ledger, sessions=MAX_ROWS + 2, seconds=4, tokens=24)
         await load.flood(client, ledger, requests=MAX_ROWS + MAX_QUEUE + 6, tokens=16)
         await load.refused(client, ledger)
@@ -76,7 +76,7 @@ async def drive(target: str, ledger: Ledger) -> None:
 
 async def leave(target: str, ledger: Ledger) -> int:
     """Requests that do not end well; returns the tokens they brought."""
-    async with Client(target) as client:
+    async with Client(target, retry=None) as client:
         seen = await load.cancelled(client, ledger, tokens=CANCELLED_TOKENS)
         return seen + await load.aborted(client, ledger, tokens=CANCELLED_TOKENS)
 

@@ -162,8 +162,8 @@ async def running(
     client: Mapping[str, Any] | None = None,
     **fake: Any,
 ) -> AsyncIterator[Running]:
-    """A server for the length of the block; `client` are options of its client, `fake` those of
-    its FakeEngine."""
+    """A server for the length of the block; `client` are options of its client, which retries
+    nothing unless they say so, `fake` those of its FakeEngine."""
     engines: list[ObedientEngine] = []
 
     def build() -> Engine:
@@ -191,7 +191,8 @@ async def running(
         with anyio.fail_after(10):
             await (server.ready if ready else server.bound).wait()
         assert server.addresses is not None
-        async with Client(server.addresses.grpc, **(client or {})) as caller:
+        options: dict[str, Any] = {"retry": None} | dict(client or {})
+        async with Client(server.addresses.grpc, **options) as caller:
             up = Running(server=server, client=caller, log=log, engines=engines, codes=codes)
             yield up
         assert up.defects_expected or not up.log_lines("unexpected error"), log.getvalue()

@@ -56,7 +56,7 @@ class Site:
 
     async def chat(self, up: Running, tenant: str, **more: Any) -> int:
         """One turn of the tenant's session `chat`; its cached tokens."""
-        async with Client(up.target, token=self.tokens[tenant]) as client:
+        async with Client(up.target, token=self.tokens[tenant], retry=None) as client:
             ask: dict[str, Any] = {"text": "hello there", "max_tokens": 3, "ignore_eos": True}
             generation = client.generate(**{**ask, "session_id": "chat", **more})
             self.ids = [token async for chunk in generation for token in chunk.token_ids]
@@ -76,7 +76,7 @@ def site(tmp_path: Path) -> Site:
 
 async def test_a_drain_is_that_of_sigterm_and_is_not_hurried(site: Site) -> None:
     async with site.serving(step_s=0.005) as (up, admin):
-        async with Client(up.target, token=site.tokens["ada"]) as client:
+        async with Client(up.target, token=site.tokens["ada"], retry=None) as client:
             last = client.generate(text="x", max_tokens=60, ignore_eos=True)
             await last.request_id()
             found = await admin.drain()

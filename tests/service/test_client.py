@@ -31,6 +31,15 @@ async def test_iteration_ends_after_ones_own_cancel() -> None:
         await up.until_idle()
 
 
+async def test_leaving_the_loop_ends_the_generation() -> None:
+    async with running(step_s=0.002) as up:
+        generation = up.client.generate(text="x", max_tokens=3000, ignore_eos=True)
+        async for _ in generation:
+            break
+        await up.until_idle()
+        assert up.finished("cancelled") == 1
+
+
 async def test_closing_the_client_ends_its_streams_with_an_error() -> None:
     async with running(step_s=0.002) as up:
         client = Client(up.target)
@@ -65,7 +74,7 @@ async def test_cancelling_the_task_cancels_the_generation() -> None:
 
 
 async def test_no_server_is_an_error_without_a_reason() -> None:
-    async with Client("127.0.0.1:1") as client:
+    async with Client("127.0.0.1:1", retry=None) as client:
         for call in (client.model_info(), client.generate(text="x").text()):
             with pytest.raises(SelfdraftError) as caught:
                 await call

@@ -148,7 +148,7 @@ def processes() -> Iterator[list[Process]]:
 async def converse(port: int, rng: random.Random) -> None:
     """Streams and exports until the server is gone."""
     target = f"127.0.0.1:{port}"
-    async with Client(target) as client, AdminClient(target) as admin:
+    async with Client(target, retry=None) as client, AdminClient(target) as admin:
         prompt: dict[str, Any] = {"token_ids": [5, 6, 7] * 20, "ignore_eos": True}
         await client.generate(**prompt, max_tokens=4, session_id="chat").text()
         endless = client.generate(**prompt, max_tokens=400)

@@ -73,7 +73,7 @@ def files(tmp_path: Path) -> Files:
 
 async def works(up: Running, tls: Tls | None) -> bool:
     """A client of its own connection is served."""
-    async with Client(up.target, tls=tls) as client:
+    async with Client(up.target, tls=tls, retry=None) as client:
         try:
             text = await client.generate(text="x", max_tokens=2, ignore_eos=True, timeout=5).text()
         except SelfdraftError as error:

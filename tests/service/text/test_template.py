@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jinja2.filters
 import pytest
 
+from service.text import template as template_module
 from service.text.template import ChatTemplate, ChatTemplateError
 from service.text.tokenizer import Tokenizer
+from tests.service.fixtures import families
 from tests.service.harness import FIXTURES
 
 MADE = json.loads((FIXTURES / "templates.json").read_text())
@@ -37,6 +41,90 @@ def test_as_transformers(name: str) -> None:
             assert str(caught.value) == case["error"]
         else:
             assert render(case) == case["expected"]
+
+
+FAMILIES: list[dict[str, Any]] = json.loads((FIXTURES / "families.json").read_text())["cases"]
+
+
+def outcome(template: ChatTemplate, case: dict[str, Any]) -> dict[str, str]:
+    try:
+        text = template.render(
+            families.CONVERSATIONS[case["conversation"]],
+            tools=[families.WEATHER, families.CLOCK] if case["tools"] else [],
+            add_generation_prompt=case["add_generation_prompt"],
+            variables=case["variables"],
+        )
+    except ChatTemplateError as error:
+        return {"error": str(error)}
+    return {"expected": text}
+
+
+def check_family(name: str) -> int:
+    """Every conversation, with tools and without, as transformers renders it. Returns how many
+    became a text. Raises AssertionError."""
+    template = ChatTemplate(families.FAMILIES[name], MADE["special_tokens"])
+    found = {"expected": 0, "error": 0}
+    for case in (case for case in FAMILIES if case["name"] == name):
+        ((kind, text),) = outcome(template, case).items()
+        assert kind in case, (case, text)
+        assert text == case[kind] or name == "underscore", case
+        found[kind] += 1
+    return found["expected"]
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_families_of_templates_as_transformers(name: str) -> None:
+    texts = check_family(name)
+    assert texts > 10 if name != "underscore" else texts == 0
+
+
+def test_the_fixtures_are_of_these_templates_and_conversations() -> None:
+    keys = ("name", "conversation", "add_generation_prompt", "variables")
+    made, now = (
+        [[case[key] for key in keys] + [bool(case["tools"])] for case in cases]
+        for cases in (FAMILIES, families.cases())
+    )
+    assert made == now
+
+
+def _no_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = ChatTemplate.render
+
+    def without(self: ChatTemplate, messages: Any, *, tools: Any = (), **more: Any) -> str:
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", without)
+
+
+def _generation_is_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(self: Any, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    monkeypatch.setattr(template_module._GenerationTag, "parse", parse)
+
+
+def _json_as_jinja_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = template_module._environment
+
+    def other() -> Any:
+        made = environment()
+        made.filters["tojson"] = jinja2.filters.do_tojson
+        return made
+
+    monkeypatch.setattr(template_module, "_environment", other)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [(_no_tools, "mistral"), (_generation_is_no_scope, "scopes"), (_json_as_jinja_has_it, "qwen")],
+)
+def test_a_planted_fault_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_family(name)
 
 
 def test_strftime_now_is_now() -> None:
