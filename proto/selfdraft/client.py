@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypedDict, Unpack
@@ -84,6 +85,12 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     include_stop_str_in_output: bool
     seed: int
+
+
+SESSION_HEADER: Final = "selfdraft-session"
+"""Metadata with the `session_id`, for a load balancer to send a session's turns to one server."""
+
+_METADATA_VALUE: Final = re.compile(r"[\x21-\x7e]+")
 
 
 class Generation:
@@ -273,7 +280,7 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Generation:
         """Starts a generation from a message of your own making."""
-        along = (*self._metadata, *metadata)
+        along = (*self._metadata, *metadata, *_affinity(request.session_id, metadata))
         return Generation(self._stub.Generate(request, timeout=timeout, metadata=along))
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
@@ -321,7 +328,9 @@ class Client:
     async def release_session(self, session_id: str, *, timeout: float | None = None) -> bool:
         """Forgets what is kept for a session; False when nothing was. Raises SelfdraftError."""
         request = pb.ReleaseSessionRequest(session_id=session_id)
-        response: pb.ReleaseSessionResponse = await self._unary("ReleaseSession", request, timeout)
+        response: pb.ReleaseSessionResponse = await self._unary(
+            "ReleaseSession", request, timeout, _affinity(session_id)
+        )
         return response.released
 
     async def sessions(self, *, timeout: float | None = None) -> list[pb.Session]:
@@ -331,12 +340,28 @@ class Client:
         )
         return list(response.sessions)
 
-    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+    async def _unary(
+        self,
+        method: str,
+        request: Any,
+        timeout: float | None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> Any:
         try:
             call = getattr(self._stub, method)
-            return await call(request, timeout=timeout, metadata=self._metadata)
+            return await call(request, timeout=timeout, metadata=(*self._metadata, *metadata))
         except grpc.aio.AioRpcError as error:
             raise SelfdraftError.of(error) from error
+
+
+def _affinity(
+    session_id: str, given: Sequence[tuple[str, str]] = ()
+) -> tuple[tuple[str, str], ...]:
+    """The session's metadata, unless the caller gave his own. An id that no header can carry is
+    left to the server, which says what is wrong with it."""
+    if not _METADATA_VALUE.fullmatch(session_id) or any(key == SESSION_HEADER for key, _ in given):
+        return ()
+    return ((SESSION_HEADER, session_id),)
 
 
 def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
