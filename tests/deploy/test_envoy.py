@@ -256,6 +256,31 @@ async def test_a_draining_worker_finishes_its_streams_and_gets_no_more(tmp_path:
     await draining_worker_is_left_alone(tmp_path)
 
 
+async def test_a_worker_that_stops_costs_no_call(tmp_path: Path) -> None:
+    async with fleet(tmp_path, step_s=0.002) as up:
+        first, second = up.workers
+        served = [0]
+
+        async def call_after_call() -> None:
+            while not stopped.is_set():
+                await up.client.generate(**SHORT, session_id=f"s{served[0]}").texts()
+                served[0] += 1
+
+        stopped = anyio.Event()
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(call_after_call)
+                while not first.log_lines():
+                    await anyio.sleep(0.01)
+                first.server.stop.request()
+                await up.envoy.until_healthy({second.target})
+                while not first.codes:
+                    await anyio.sleep(0.01)
+                stopped.set()
+        assert served[0] == sum(reasons(w).count("length") for w in up.workers)
+
+
 async def loading_workers_get_no_calls(folder: Path, change: Change | None = None) -> None:
     loaded = threading.Event()
 
