@@ -14,10 +14,10 @@ ARGS ?=
 
 ROOMS := engine metal scheduler service proto/selfdraft tests
 
-.PHONY: help demo test lint types stubs check install install-dev clean
+.PHONY: help demo test lint types stubs proto-check proto-accept check install install-dev clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: install ## install if needed, then run the service and a client on the bundled model
 	@$(VENV)/bin/selfdraft demo $(ARGS)
@@ -35,7 +35,15 @@ types: install-dev ## mypy --strict over every room and the tests
 stubs: install-dev ## regenerate the protobuf stubs under proto/selfdraft/v1
 	@$(PY) proto/generate.py
 
-check: lint types test ## all of the above, as CI runs it
+# Comments are left out of the image: they may change, and a diff of it then means something.
+proto-check: install-dev ## buf: the .proto files keep its rules and break nothing in proto/api.binpb
+	@$(VENV)/bin/buf lint proto
+	@$(VENV)/bin/buf breaking proto --against proto/api.binpb
+
+proto-accept: install-dev ## take the .proto files as they are for what later ones must not break
+	@$(VENV)/bin/buf build proto --exclude-source-info -o proto/api.binpb
+
+check: lint types proto-check test ## all of the above, as CI runs it
 
 install: $(VENV)/.installed ## make .venv and install the service
 install-dev: $(VENV)/.installed-dev ## the same, with what the tests and linters need

@@ -43,7 +43,12 @@ class SelfdraftError(Exception):
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Self:
-        """The same as gRPC's error, with its details read."""
+        """The same as gRPC's error, with its details read.
+
+        A stream that was reset without a status is UNAVAILABLE: a load balancer can say no more
+        when the server behind it is gone. gRPC calls that INTERNAL, as it does defects; of those
+        the server tells with details.
+        """
         details = _Details()
         try:
             status = rpc_status.from_call(error)  # type: ignore[arg-type]
@@ -51,9 +56,12 @@ class SelfdraftError(Exception):
             status = None
         for detail in status.details if status is not None else ():
             details.read(detail)
+        code, message = error.code(), error.details() or ""
+        if code is grpc.StatusCode.INTERNAL and not details.reason and "RST_STREAM" in message:
+            code = grpc.StatusCode.UNAVAILABLE
         return cls(
-            error.code(),
-            error.details() or "",
+            code,
+            message,
             reason=details.reason,
             violations=details.violations,
             retry_after_s=details.retry_after_s,
