@@ -41,6 +41,7 @@ def loads(now: Statistics) -> pb.GetLoadsResponse:
         },
         preempted_requests=now.preempted_waiting,
         preemptions=now.preemptions,
+        kv_pages_peak=now.pages_peak,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
-import anyio.to_thread
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
@@ -33,18 +31,6 @@ class ServerProcess:
     metrics: str = ""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     """The newest lines of its log, for when something goes wrong."""
-
-    async def metric_values(self) -> dict[str, float]:
-        """Values of the metrics that have no labels, from the real endpoint."""
-
-        def fetch() -> str:
-            with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as answer:
-                body: bytes = answer.read()
-                return body.decode()
-
-        lines = (await anyio.to_thread.run_sync(fetch)).splitlines()
-        pairs = (line.split() for line in lines if line and line[0] != "#" and "{" not in line)
-        return {pair[0]: float(pair[1]) for pair in pairs}
 
 
 @asynccontextmanager

@@ -107,11 +107,11 @@ async def run_sessions(
         started = time.monotonic()
         await run("measuring", sessions)
         seconds = time.monotonic() - started
-    values = await server.metric_values()
+        loads = await client.loads()
     return Outcome(
         sessions=sessions,
         seconds=seconds,
-        kv_peak=values["selfdraft_kv_pages_peak"] / max(values["selfdraft_kv_pages"], 1),
+        kv_peak=loads.kv_pages_peak / max(loads.kv_pages, 1),
         model=info.model,
         notes=tuple(info.notes),
     )

@@ -50,6 +50,7 @@ async def test_loads_tell_queue_rows_and_pages() -> None:
         after = await up.client.loads()
         assert dict(after.finished_requests) == {"cancelled": 3}
         assert (after.submitted_requests, after.kv_pages_used) == (3, 0)
+        assert busy.kv_pages_used <= after.kv_pages_peak <= after.kv_pages
         assert after.generated_tokens == up.statistics.generated_tokens > 0
 
 

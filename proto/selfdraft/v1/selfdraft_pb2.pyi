@@ -392,7 +392,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("queued_requests", "queued_tokens", "oldest_wait_seconds", "running_requests", "prefilling_requests", "prefilling_tokens", "paused_requests", "max_rows", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_usage", "tokens_per_second", "prompt_tokens_per_second", "depth", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "generated_tokens", "prompt_tokens", "cached_tokens", "submitted_requests", "refused_requests", "finished_requests", "sessions", "queued_by_priority", "preempted_requests", "preemptions")
+    __slots__ = ("queued_requests", "queued_tokens", "oldest_wait_seconds", "running_requests", "prefilling_requests", "prefilling_tokens", "paused_requests", "max_rows", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_usage", "tokens_per_second", "prompt_tokens_per_second", "depth", "spec_draft_tokens", "spec_accepted_tokens", "spec_draft_tokens_per_pos", "spec_accepted_tokens_per_pos", "generated_tokens", "prompt_tokens", "cached_tokens", "submitted_requests", "refused_requests", "finished_requests", "sessions", "queued_by_priority", "preempted_requests", "preemptions", "kv_pages_peak")
     class RefusedRequestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +450,7 @@ class GetLoadsResponse(_message.Message):
     QUEUED_BY_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_PEAK_FIELD_NUMBER: _ClassVar[int]
     queued_requests: int
     queued_tokens: int
     oldest_wait_seconds: float
@@ -479,7 +480,8 @@ class GetLoadsResponse(_message.Message):
     queued_by_priority: _containers.ScalarMap[str, int]
     preempted_requests: int
     preemptions: _containers.ScalarMap[str, int]
-    def __init__(self, queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., prefilling_requests: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ..., paused_requests: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_cached: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., depth: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., submitted_requests: _Optional[int] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., finished_requests: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ..., queued_by_priority: _Optional[_Mapping[str, int]] = ..., preempted_requests: _Optional[int] = ..., preemptions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kv_pages_peak: int
+    def __init__(self, queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., prefilling_requests: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ..., paused_requests: _Optional[int] = ..., max_rows: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_cached: _Optional[int] = ..., kv_usage: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., depth: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., spec_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., spec_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., submitted_requests: _Optional[int] = ..., refused_requests: _Optional[_Mapping[str, int]] = ..., finished_requests: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ..., queued_by_priority: _Optional[_Mapping[str, int]] = ..., preempted_requests: _Optional[int] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., kv_pages_peak: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
