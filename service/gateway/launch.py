@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final, NoReturn
@@ -27,6 +27,8 @@ from service.gateway.servicer import SERVICE
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):(\d{1,5})")
 _RETRY_S: Final = 0.5
 _ANSWER_S: Final = 2.0
+_PATIENCE_S: Final = 2.0
+"""Seconds after which somebody who waits is told for what."""
 
 
 class GatewayError(Exception):
@@ -106,19 +108,33 @@ def launch(config: GatewayConfig) -> NoReturn:
 
 
 async def wait_for_workers(workers: Sequence[str], wait_s: float) -> None:
-    """Returns when all of them serve the gateway's protocol. Raises GatewayError."""
-    async with anyio.create_task_group() as tasks:
-        problems: dict[str, str] = {}
+    """Returns when all of them serve the gateway's protocol; says after a moment whom it waits for.
+    Raises GatewayError."""
+    problems: dict[str, str] = {}
 
-        async def one(worker: str) -> None:
-            problems[worker] = f"no answer within {wait_s:g} s"
-            with anyio.move_on_after(wait_s):
-                problems[worker] = await _until_serving(worker, problems)
+    async def one(worker: str) -> None:
+        problems[worker] = "no answer"
+        with anyio.move_on_after(wait_s) as limit:
+            problems[worker] = await _until_serving(worker, problems)
+        if limit.cancelled_caught:
+            problems[worker] += f"; gave up after {wait_s:g} s"
 
-        for worker in workers:
-            tasks.start_soon(one, worker)
-    if found := [f"worker {worker}: {why}" for worker, why in problems.items() if why]:
-        raise GatewayError("; ".join(found))
+    async def tell() -> None:
+        await anyio.sleep(_PATIENCE_S)
+        stderr.print(f"gateway: waiting up to {wait_s:g} s: {_listed(problems)}")
+
+    async with anyio.create_task_group() as telling:
+        telling.start_soon(tell)
+        async with anyio.create_task_group() as tasks:
+            for worker in workers:
+                tasks.start_soon(one, worker)
+        telling.cancel_scope.cancel()
+    if listed := _listed(problems):
+        raise GatewayError(listed)
+
+
+def _listed(problems: Mapping[str, str]) -> str:
+    return "; ".join(f"worker {worker}: {why}" for worker, why in problems.items() if why)
 
 
 async def _until_serving(worker: str, problems: dict[str, str]) -> str:

@@ -12,7 +12,6 @@ import anyio
 import pytest
 
 from service.config import SecurityConfig, ServerConfig, SettingError
-from service.gateway import launch
 from service.gateway.launch import GatewayConfig, GatewayError, wait_for_workers
 from service.text.tokenizer import Tokenizer
 from service.tokens import entry_text, new_token
@@ -107,6 +106,17 @@ async def test_it_waits_until_all_workers_serve() -> None:
             gate.set()
         with anyio.fail_after(5):
             await waited.wait()
+
+
+@pytest.mark.anyio
+async def test_who_waits_is_told_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("service.gateway.launch.stderr.print", said.append)
+    monkeypatch.setattr("service.gateway.launch._PATIENCE_S", 0.2)
+    with pytest.raises(GatewayError, match=r"worker 127.0.0.1:1: .*; gave up after 1 s"):
+        await wait_for_workers(["127.0.0.1:1"], 1.0)
+    assert len(said) == 1
+    assert said[0].startswith("gateway: waiting up to 1 s: worker 127.0.0.1:1: ")
 
 
 @pytest.mark.anyio
