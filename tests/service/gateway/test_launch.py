@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from service.config import SecurityConfig, ServerConfig, SettingError
+from service.gateway import launch
 from service.gateway.launch import GatewayConfig, GatewayError, wait_for_workers
 from service.text.tokenizer import Tokenizer
 from service.tokens import entry_text, new_token
