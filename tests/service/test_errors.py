@@ -24,7 +24,7 @@ from scheduler.kv_events import KvEventLog
 from scheduler.request import FinishReason
 from scheduler.sessions import NoRoomError
 from service import errors
-from service.config import SecurityConfig, ServerConfig
+from service.config import SecurityConfig, ServerConfig, ServiceConfig
 from service.errors import CATALOGUE, DOMAIN, Reason, ServiceError, error_of
 from service.tokens import entry_text, new_token
 from tests.scheduler.fake_engine import FakeEngine
@@ -91,9 +91,8 @@ async def _(folder: Path) -> SelfdraftError:
         return await failing(admin.config())
 
 
-@scenario(Reason.QUEUE_FULL)
-async def _(folder: Path) -> SelfdraftError:
-    config = service_config(max_queue=1)
+async def one_too_many(config: ServiceConfig) -> SelfdraftError:
+    """One runs, one waits, and one more comes."""
     async with running(config=config, step_s=0.003, max_rows=1) as up:
         kept = [up.client.generate(**ENDLESS)]
         with anyio.fail_after(5):
@@ -102,19 +101,16 @@ async def _(folder: Path) -> SelfdraftError:
         kept.append(up.client.generate(**ENDLESS))
         await kept[1].request_id()
         return await failing(up.client.generate(**ENDLESS).text())
+
+
+@scenario(Reason.QUEUE_FULL)
+async def _(folder: Path) -> SelfdraftError:
+    return await one_too_many(service_config(max_queue=1))
 
 
 @scenario(Reason.TENANT_LIMIT)
 async def _(folder: Path) -> SelfdraftError:
-    config = service_config(default_tenant=TenantPolicy(max_queued_tokens=1))
-    async with running(config=config, step_s=0.003, max_rows=1) as up:
-        kept = [up.client.generate(**ENDLESS)]
-        with anyio.fail_after(5):
-            while not up.statistics.running:
-                await anyio.sleep(0.005)
-        kept.append(up.client.generate(**ENDLESS))
-        await kept[1].request_id()
-        return await failing(up.client.generate(**ENDLESS).text())
+    return await one_too_many(service_config(default_tenant=TenantPolicy(max_queued_tokens=1)))
 
 
 @scenario(Reason.DEADLINE_UNREACHABLE)
