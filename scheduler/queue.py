@@ -163,8 +163,9 @@ class WaitingQueue:
         return min(asked, self.tenants.policy(tenant).max_priority)
 
     def candidates(self, now: float) -> Iterator[Sequence]:
-        """Who may start, in order. Each must be started or passed over before the next is asked
-        for; who is started was charged, so the order follows."""
+        """Who may start, in order; `level` is the class each waits in, ageing included, `priority`
+        the one it came with. Each must be started or passed over before the next is asked for; who
+        is started was charged, so the order follows."""
         self._age(now)
         passed = 0
         for level, turns in self._turns.items():
@@ -185,11 +186,6 @@ class WaitingQueue:
                 passed += 1
                 if passed == MOST_PASSED:
                     return
-
-    def head(self, now: float) -> Sequence | None:
-        """Who is first; `level` is the class it waits in, ageing included, and `priority` the one
-        it came with. None when nobody may start."""
-        return next(self.candidates(now), None)
 
     def _age(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:

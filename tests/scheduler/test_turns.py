@@ -115,7 +115,7 @@ def test_waiting_lifts_class_by_class() -> None:
     assert line.order(20.0) == ["b", "i", "d"], "and as INTERACTIVE"
     line.push("late", now=20.0, priority=INTERACTIVE)
     assert line.order(20.0)[0] == "b"
-    assert line.queue.head(20.0) is not None
+    assert next(line.queue.candidates(20.0), None) is not None
     assert line.queue.oldest(20.0) == {BATCH: 20.0, DEFAULT: 10.5, INTERACTIVE: 11.0}
 
 
@@ -265,7 +265,7 @@ def test_the_head_is_who_the_rule_says(seed: int) -> None:
             prompt = rng.randint(1, 30) if tenant != "c" else 1
             priority = rng.choice(list(Priority))
             line.push(f"r{number}", now=now, prompt=prompt, tenant=tenant, priority=priority)
-        elif move < 0.65 and (head := line.queue.head(now)):
+        elif move < 0.65 and (head := next(line.queue.candidates(now), None)):
             line.start(head)
         elif move < 0.75 and running:
             line.queue.charge(rng.choice(running), rng.randint(1, 8))
@@ -278,7 +278,7 @@ def test_the_head_is_who_the_rule_says(seed: int) -> None:
             line.queue.requeue(back)
         elif waiting:
             line.queue.remove(rng.choice(waiting))
-        head = line.queue.head(now)
+        head = next(line.queue.candidates(now), None)
         line.queue.integrity(line.rows)
         assert head is min(filter(line.may_start, line.queue), key=line.rule(now), default=None)
 
