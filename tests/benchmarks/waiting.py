@@ -71,7 +71,7 @@ def measure(size: int) -> list[float]:
     start = micros(start_eight, steps)
     charge = micros(lambda: queue.charge(rng.choice(rows), 1), REPEATS)
     ahead = micros(lambda: queue.ahead("t1", Priority.DEFAULT, generated=100.0), REPEATS)
-    ageing = micros(lambda: queue.head(31.0), 1)
+    ageing = micros(lambda: next(queue.candidates(31.0)), 1)
     return [push, remove, start, charge, ahead, ageing]
 
 
