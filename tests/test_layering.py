@@ -267,6 +267,7 @@ def test_a_stray_entry_is_seen(stray: str) -> None:
         ("scheduler", ("mlx", "grpc", "service")),
         ("scheduler.request", ("mlx", "grpc", "service")),
         ("engine.plan", ("mlx", "grpc", "scheduler", "service")),
+        ("engine.sampling_limits", ("mlx", "grpc", "scheduler", "service")),
     ],
 )
 def test_importing_a_room_loads_nothing_above_it(module: str, absent: tuple[str, ...]) -> None:
