@@ -21,6 +21,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.contract import CONTRACTS, MtpContract
 from engine.plan import MAX_STOP_IDS, EngineInfo, Finish, RowSpec, SamplingParams, pages_needed
+from engine.sampling_limits import SEEDS, violations
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _TRIALS = 6
 """Cycles in a row at which `depth="auto"` measures one depth; the first of them is not counted."""
 _DEEPEST_TRIAL = 4
-_SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,8 @@ class LoadedModel:
         params = SamplingParams(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
         )
-        _check_sampling(params)
+        for found in violations(params, vocab_size=self.info.vocab_size):
+            raise ValueError(str(found))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids: at most {MAX_STOP_IDS}, not {len(stop_ids)}")
         if depth != "auto" and not 0 <= depth <= self.info.max_depth:
@@ -176,7 +177,7 @@ class LoadedModel:
             (
                 prompt,
                 RowSpec(
-                    sampling=replace(params, seed=(seed + index) % _SEEDS),
+                    sampling=replace(params, seed=(seed + index) % SEEDS),
                     max_tokens=max_tokens,
                     stop_ids=tuple(stop_ids),
                 ),
@@ -288,16 +289,3 @@ def load_model(path: str | Path, *, config: EngineConfig | None = None) -> Loade
     folder = Path(path)
     chosen = EngineConfig(model=folder, max_rows=4) if config is None else config
     return LoadedModel(load_engine(replace(chosen, model=folder)))
-
-
-def _check_sampling(params: SamplingParams) -> None:
-    """Raise ValueError naming the argument and its limit."""
-    for name, value, fine, limit in (
-        ("temperature", params.temperature, 0.0 <= params.temperature < float("inf"), ">= 0"),
-        ("top_k", params.top_k, params.top_k >= 0, ">= 0"),
-        ("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "in (0, 1]"),
-        ("min_p", params.min_p, 0.0 <= params.min_p < 1.0, "in [0, 1)"),
-        ("seed", params.seed, 0 <= params.seed < _SEEDS, "in 0 … 2^64 - 1"),
-    ):
-        if not fine:
-            raise ValueError(f"{name}: must be {limit}, not {value}")

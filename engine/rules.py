@@ -12,14 +12,14 @@ Shapes: B rows, n positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from engine.plan import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, RowSpec
+from engine.plan import MAX_LOGPROBS, MAX_STOP_IDS, RowSpec
+from engine.sampling_limits import violations
 
 HIGHEST = 1e30
 """Logits above this count as this: a huge bias times a penalty must not overflow float32."""
@@ -60,24 +60,14 @@ def check_spec(row: int, spec: RowSpec, vocab: int) -> None:
         if not condition:
             raise ValueError(f"row {row}: {what}")
 
-    s = spec.sampling
     hold(len(spec.stop_ids) <= MAX_STOP_IDS, f"more than {MAX_STOP_IDS} stop ids")
     hold(all(0 <= t < vocab for t in spec.stop_ids), f"stop_ids must be in 0…{vocab - 1}")
     hold(0 <= spec.min_tokens <= spec.max_tokens, "min_tokens must be in 0…max_tokens")
     hold(spec.output_start is None or spec.output_start >= 0, "output_start must be >= 0")
     for name, count in (("logprobs", spec.logprobs), ("prompt_logprobs", spec.prompt_logprobs)):
         hold(count is None or 0 <= count <= MAX_LOGPROBS, f"{name} must be in 0…{MAX_LOGPROBS}")
-    hold(
-        s.repetition_penalty > 0.0 and math.isfinite(s.repetition_penalty),
-        "repetition_penalty must be a finite number above 0",
-    )
-    hold(abs(s.frequency_penalty) <= 2.0, "frequency_penalty must be in -2…2")
-    hold(abs(s.presence_penalty) <= 2.0, "presence_penalty must be in -2…2")
-    ids = [token for token, _ in s.logit_bias]
-    hold(len(ids) <= MAX_LOGIT_BIAS, f"logit_bias of more than {MAX_LOGIT_BIAS} tokens")
-    hold(len(set(ids)) == len(ids), "logit_bias names a token twice")
-    hold(all(0 <= t < vocab for t in ids), f"logit_bias tokens must be in 0…{vocab - 1}")
-    hold(all(math.isfinite(b) for _, b in s.logit_bias), "logit_bias must be finite")
+    for found in violations(spec.sampling, vocab_size=vocab):
+        raise ValueError(f"row {row}: {found}")
 
 
 def needs_counts(spec: RowSpec) -> bool:

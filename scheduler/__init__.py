@@ -5,7 +5,8 @@ from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.core import SchedulerCore
 from scheduler.costs import CostTable
-from scheduler.loop import RequestHandle, Scheduler, StepRecord
+from scheduler.handle import RequestHandle
+from scheduler.loop import Scheduler
 from scheduler.pages import IntegrityError
 from scheduler.request import (
     Event,
@@ -23,6 +24,7 @@ from scheduler.request import (
 )
 from scheduler.sessions import NoRoomError, SessionInfo, UnknownSessionError
 from scheduler.statistics import Statistics
+from scheduler.step_record import StepRecord
 
 __all__ = [
     "CostTable",

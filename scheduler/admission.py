@@ -8,14 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_IDS,
-    EngineInfo,
-    SamplingParams,
-    pages_needed,
-)
+from engine.plan import MAX_LOGPROBS, MAX_STOP_IDS, EngineInfo, SamplingParams, pages_needed
+from engine.sampling_limits import violations
 from scheduler.config import SchedulerConfig
 from scheduler.request import GenerationRequest, InvalidRequestError
 
@@ -61,8 +55,7 @@ def validate(request: GenerationRequest, limits: Limits) -> NDArray[np.int32]:
     prompt = _prompt(request.prompt_ids, limits)
     _lengths(len(prompt), request.max_tokens, limits)
     _stop_ids(request.stop_ids, limits)
-    _sampling(request.sampling)
-    _logit_bias(request.sampling.logit_bias, limits)
+    _sampling(request.sampling, limits)
     _reports(request)
     if request.session_id is not None and not request.reuse_prefix:
         raise InvalidRequestError("session_id", "a session keeps its prefix; set reuse_prefix")
@@ -113,38 +106,10 @@ def _stop_ids(ids: tuple[int, ...], limits: Limits) -> None:
         raise InvalidRequestError("stop_ids", message)
 
 
-def _sampling(sampling: SamplingParams) -> None:
-    bounds = (
-        ("temperature", 0 <= sampling.temperature < math.inf, "finite and >= 0"),
-        ("top_k", sampling.top_k >= 0, ">= 0"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("min_p", 0 <= sampling.min_p < 1, "in [0, 1)"),
-        ("seed", 0 <= sampling.seed < 2**64, "a uint64"),
-        (
-            "draft_temperature",
-            sampling.draft_temperature is None or 0 <= sampling.draft_temperature < math.inf,
-            "finite and >= 0",
-        ),
-        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "finite and > 0"),
-        ("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "in [-2, 2]"),
-        ("presence_penalty", -2 <= sampling.presence_penalty <= 2, "in [-2, 2]"),
-    )
-    for name, holds, message in bounds:
-        if not holds:
-            raise InvalidRequestError(f"sampling.{name}", f"must be {message}")
-
-
-def _logit_bias(bias: tuple[tuple[int, float], ...], limits: Limits) -> None:
-    name = "sampling.logit_bias"
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(name, f"{len(bias)} tokens; the limit is {MAX_LOGIT_BIAS}")
-    if len({token for token, _ in bias}) != len(bias):
-        raise InvalidRequestError(name, "must name each token once")
-    if any(not 0 <= token < limits.vocab_size for token, _ in bias):
-        message = f"token ids must be in 0 … {limits.vocab_size - 1} (vocab_size)"
-        raise InvalidRequestError(name, message)
-    if not all(math.isfinite(amount) for _, amount in bias):
-        raise InvalidRequestError(name, "must be finite numbers")
+def _sampling(sampling: SamplingParams, limits: Limits) -> None:
+    for found in violations(sampling, vocab_size=limits.vocab_size):
+        about = "" if found.entry is None else f"token {found.entry}: "
+        raise InvalidRequestError(f"sampling.{found.field}", about + found.message)
 
 
 def _reports(request: GenerationRequest) -> None:

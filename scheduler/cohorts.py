@@ -1,15 +1,16 @@
-"""One decode cycle of one cohort: how deep, with which pages, and what came of it."""
+"""The decode cycles of a step: which rows, how deep, with which pages, and what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from engine.plan import DecodeBatch, RowResult
 from scheduler.depth import DepthPolicy
 from scheduler.memory import RowMemory
 from scheduler.pages import PageTables
 from scheduler.sequence import Sequence
-from scheduler.ticket import Cohort
+from scheduler.ticket import Cohort, Ticket
 
 
 class CohortPlanner:
@@ -66,3 +67,37 @@ class CohortPlanner:
 
     def step_times(self) -> Mapping[tuple[int, int], float]:
         return self._policy.step_times()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cohorts:
+    """The two cohorts of a core and their planners, over its rows."""
+
+    rows: Mapping[int, Sequence]
+    free: CohortPlanner
+    guided: CohortPlanner
+
+    def ready(self, served: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Rows that decode now, of those that have pages for it: free ones and guided ones."""
+        ready = [s for s in self.rows.values() if s in served and s.can_decode]
+        guided = [s for s in ready if s.guided]
+        return ([s for s in ready if not s.guided] if guided else ready), guided
+
+    def estimates(self, free: list[Sequence], guided: list[Sequence]) -> list[float | None]:
+        """Seconds that each cycle of these rows takes beside prompts; None for unknown."""
+        cohorts = ((self.free, free), (self.guided, guided))
+        return [planner.estimate(rows) for planner, rows in cohorts if rows]
+
+    def plan(
+        self, ticket: Ticket, free: list[Sequence], guided: list[Sequence]
+    ) -> tuple[DecodeBatch | None, DecodeBatch | None]:
+        """A cycle of each, noted in `ticket`, which has its chunks already."""
+        alone = not (ticket.chunks or (free and guided))
+        return (
+            self.free.plan(free, ticket.decode, alone=alone),
+            self.guided.plan(guided, ticket.guided, alone=alone),
+        )
+
+    def of(self, ticket: Ticket) -> tuple[tuple[CohortPlanner, Cohort], ...]:
+        """Each planner with its cohort of a step."""
+        return (self.free, ticket.decode), (self.guided, ticket.guided)

@@ -1,4 +1,35 @@
-"""What an operator may set. Frozen, keyword-only; each field says its unit and why it exists."""
+"""What an operator may set. Frozen, keyword-only; each field says its unit and why it exists.
+
+What is bounded (defaults in parentheses; None follows the engine):
+
+    what                    limit                     beyond it
+    ----------------------  ------------------------  -------------------------------------------
+    waiting requests        max_queue (64)            QueueFullError with a measured retry delay
+    waiting prompt tokens   max_queued_tokens (256k)  the same
+    the same of a tenant    its max_queued_tokens     the same; InvalidRequestError when the prompt
+                            (None)                    alone exceeds it
+    time until it starts    the request's deadline    the same, once enough was measured
+                            (None)
+    time in a lower class   ageing_s (30) per class   counts as the next higher class
+    rows of a tenant        its max_rows (None)       wait in the queue; other tenants pass
+    rows at once            max_rows (256), engine's  wait in the queue
+    KV pages                engine's pool             kept prefixes go (LRU); then new rows wait
+                                                      in the queue, and the most junior ones are
+                                                      preempted; InvalidRequestError when the
+                                                      worst case exceeds the whole pool
+    kept prefixes           engine's boundaries       the least recently used one goes
+    sessions                max_sessions (256),       the least recently used one is unpinned
+                            session_ttl_s (600)
+    prompt length           max_prompt_tokens (None)  InvalidRequestError
+    max_tokens              max_completion_tokens     InvalidRequestError
+                            (None); context
+    prompt tokens per step  prefill_chunk (engine's)  the next step
+    seconds per step        max_token_gap_s (None)    the next step, but prefill_share (0.25) of the
+                                                      time is the prompts'
+    unread tokens           stream_buffer (256)       the row pauses; SLOW_READER after
+                                                      slow_reader_timeout_s (30)
+    steps in flight         engine.max_in_flight (2)  IntegrityError: the caller's mistake
+"""
 
 from __future__ import annotations
 

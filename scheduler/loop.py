@@ -14,154 +14,29 @@ engine's thread per step. Both give the same tokens. A step whose rows the host 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import anyio
 from anyio.abc import TaskGroup
 
-from engine.plan import (
-    Engine,
-    EngineInfo,
-    ForeignFileError,
-    SavedPrefix,
-    StepPlan,
-    StepResult,
-)
+from engine.plan import Engine, EngineInfo, ForeignFileError, StepPlan, StepResult
 from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
-from scheduler.keeping import SESSION_KEY, Export
+from scheduler.engine_thread import EngineThread
+from scheduler.errands import Errands
+from scheduler.handle import RequestHandle
+from scheduler.keeping import SESSION_KEY
 from scheduler.kv_events import KvEvent, Stored
-from scheduler.prefix import Entry
-from scheduler.request import (
-    Event,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    NotRunningError,
-    Tokens,
-)
-from scheduler.sessions import NoRoomError, SessionInfo, UnknownSessionError
+from scheduler.request import Event, Finished, FinishReason, GenerationRequest, NotRunningError
+from scheduler.sessions import SessionInfo
 from scheduler.statistics import Statistics
-from scheduler.thread import Errand, OwnerThread
+from scheduler.step_record import StepRecord
 
-T = TypeVar("T")
-
-CALLERS_ERRORS = (UnknownSessionError, NoRoomError, ForeignFileError, OSError)
-"""What an export or import may raise without harm to anybody else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One engine step as it was committed, for metrics. Times in seconds."""
-
-    step: int
-    prompt_tokens: int
-    rows: int
-    """Rows of the decode cohort; 0 when the step only prefilled or released."""
-    depth: int
-    guided_rows: int
-    """Rows of the guided cohort."""
-    guided_depth: int
-    tokens: int
-    """Tokens the device emitted."""
-    drafted: int
-    accepted: int
-    build_s: float
-    wait_s: float
-    device_s: float
-    gap_s: float | None
-    """As in `StepResult`: how long the device sat idle before this step."""
-    host_s: float
-    """Event-loop time between the previous result's arrival and the next plan's departure: what
-    the device would have waited for without pipelining. 0 after an idle pause."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, result: StepResult, host_s: float) -> StepRecord:
-        return cls(
-            step=plan.step,
-            prompt_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
-            rows=len(plan.decode.rows) if plan.decode else 0,
-            depth=plan.decode.depth if plan.decode else 0,
-            guided_rows=len(plan.guided.rows) if plan.guided else 0,
-            guided_depth=plan.guided.depth if plan.guided else 0,
-            tokens=sum(len(row.tokens) for row in result.rows),
-            drafted=sum(row.drafted for row in result.rows),
-            accepted=sum(row.accepted for row in result.rows),
-            build_s=result.build_s,
-            wait_s=result.wait_s,
-            device_s=result.device_s,
-            gap_s=result.gap_s,
-            host_s=host_s,
-        )
-
-
-class RequestHandle:
-    """The stream of one request, for one reader: any number of `Tokens`, then one `Finished`.
-
-    Use it as `async with`: leaving the block cancels a request that has not finished, whatever
-    the reason (the client left, an exception, cancellation of the task). Cancelling a task that
-    waits for the next event does the same, so do not put a timeout around `__anext__` unless the
-    request is to end with it.
-
-    What is not read counts against `SchedulerConfig.stream_buffer`: at the limit the row pauses.
-    """
-
-    def __init__(self, *, scheduler: Scheduler, request_id: str) -> None:
-        self.request_id = request_id
-        self.finished: Finished | None = None
-        """The last event, as soon as it is known, read or not."""
-        self._scheduler = scheduler
-        self._events: deque[Event] = deque()
-        self._ready = anyio.Event()
-        self._exhausted = False
-
-    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> bool:
-        """End the request; False when it had ended. Tokens already buffered stay readable, then
-        `Finished` follows."""
-        return self.finished is None and self._scheduler.cancel(self.request_id, reason)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        if self._exhausted:
-            raise StopAsyncIteration
-        while not self._events:
-            self._ready = anyio.Event()
-            try:
-                await self._ready.wait()
-            except anyio.get_cancelled_exc_class():
-                self.cancel()
-                raise
-        event = self._events.popleft()
-        if isinstance(event, Tokens):
-            if self.finished is None:
-                self._scheduler._acknowledge(self.request_id, len(event.ids))
-        else:
-            self._exhausted = True
-        return event
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def _push(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self.finished = event
-        self._events.append(event)
-        self._ready.set()
+__all__ = ["RequestHandle", "Scheduler", "StepRecord"]
 
 
 class Scheduler:
@@ -191,7 +66,7 @@ class Scheduler:
         """Steps in flight with their host time, for the records."""
         self._closing = False
         self._result_at: float | None = None
-        self._errands: deque[Errand[Any]] = deque()
+        self._errands = Errands(lambda: self._wake.set())
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -203,12 +78,11 @@ class Scheduler:
         self._stopped = anyio.Event()
         self._closed = anyio.Event()
         self._scope = anyio.CancelScope(shield=True)
-        self._engine: Engine | None = None
-        self._thread = OwnerThread("engine")
+        self._engine = EngineThread(factory=self._factory, on_failure=self._note)
         try:
-            self._info, in_flight = await self._thread.call(self._load)
+            self._info, in_flight = await self._engine.load()
         except BaseException:
-            self._abandon_thread()
+            self._engine.abandon()
             raise
         if self.config.loop == "plain":
             in_flight = 1
@@ -248,12 +122,10 @@ class Scheduler:
         self._shut_down()
         with anyio.move_on_after(self.config.close_timeout_s, shield=True) as limit:
             await self._stopped.wait()
-            await self._thread.call(self._unload)
-            self._thread.stop()
-            await self._thread.join()
+            await self._engine.close()
         if limit.cancelled_caught:
             self._scope.cancel()
-            self._abandon_thread()
+            self._engine.abandon()
         self._closed.set()
 
     def _shut_down(self) -> None:
@@ -261,10 +133,9 @@ class Scheduler:
             self.cancel(request_id, FinishReason.SHUTDOWN)
         self._wake.set()
 
-    def _abandon_thread(self) -> None:
-        """Nobody waits for the thread any more; it unloads when it gets there."""
-        self._thread.post(self._unload)
-        self._thread.stop()
+    def _note(self, error: Exception) -> None:
+        """The engine did not close well. The first failure counts."""
+        self.failure = self.failure or error
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -283,7 +154,9 @@ class Scheduler:
         Raises InvalidRequestError, QueueFullError or NotRunningError; nothing remains then.
         """
         self._core.submit(request, self._clock())
-        handle = RequestHandle(scheduler=self, request_id=request.request_id)
+        handle = RequestHandle(
+            request_id=request.request_id, cancel=self.cancel, acknowledge=self._acknowledge
+        )
         self._handles[request.request_id] = handle
         self._wake.set()
         return handle
@@ -338,10 +211,11 @@ class Scheduler:
 
         async def work() -> SessionInfo:
             what = self._core.keeping.export(session_id, self._clock())
-            await self._thread.call(self._export, what, path)
+            await self._engine.export_boundary(what, path)
             return self._core.sessions(self._clock())[-1]
 
-        return await self._errand(work)
+        self._check_running()
+        return await self._errands.do(work)
 
     async def import_session(
         self, path: Path, session_id: str | None = None, *, cache_salt: str = ""
@@ -354,7 +228,7 @@ class Scheduler:
         """
 
         async def work() -> SessionInfo:
-            saved = await self._thread.call(self._read, path)
+            saved = await self._engine.read_boundary(path)
             name = session_id or saved.metadata.get(SESSION_KEY)
             if not name:
                 raise ForeignFileError(f"{path.name} names no session")
@@ -362,22 +236,20 @@ class Scheduler:
             try:
                 await self._settle()
                 if not entry.ready:
-                    await self._thread.call(self._import, entry, path)
+                    await self._engine.import_boundary(entry, path)
             except BaseException:
                 self._core.keeping.cancel_import(entry)
                 raise
             return self._core.finish_import(entry, name, self._clock())
 
-        return await self._errand(work)
+        self._check_running()
+        return await self._errands.do(work)
 
-    async def _errand(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Have the loop do `work` with nothing in flight."""
+    def _check_running(self) -> None:
         if self._closing or self.failed.is_set():
             raise NotRunningError("the scheduler has stopped")
-        errand = Errand(work)
-        self._errands.append(errand)
-        self._wake.set()
-        return await errand.wait()
+
+    # --- streams ---------------------------------------------------------------------------------
 
     def _acknowledge(self, request_id: str, tokens: int) -> None:
         if self._core.acknowledge(request_id, tokens, self._clock()):
@@ -389,7 +261,7 @@ class Scheduler:
             handle = self._handles[request_id]
             if isinstance(event, Finished):
                 del self._handles[request_id]
-            handle._push(event)
+            handle.push(event)
         if self._core.closed and not self._core.live:
             self._quiet.set()
 
@@ -403,48 +275,39 @@ class Scheduler:
             self._fail(error)
         finally:
             self._stopped.set()
-            while self._errands:
-                self._errands.popleft().refuse(NotRunningError("the scheduler has stopped"))
+            self._errands.refuse(NotRunningError("the scheduler has stopped"))
 
     async def _plain(self) -> None:
         while not self._finished:
-            await self._run_errands()
+            await self._errands.run(self._settle)
             plan = self._plan()
             if plan.is_empty:
                 await self._sleep()
                 continue
-            await self._thread.call(self._submit, plan)
-            self._commit(await self._thread.call(self._collect))
+            await self._engine.submit(plan)
+            self._commit(await self._engine.collect())
 
     async def _pipelined(self) -> None:
         while not self._finished:
-            await self._run_errands()
+            await self._errands.run(self._settle)
             plan = self._plan()
             if plan.is_empty and not self._core.in_flight:
                 await self._sleep()
                 continue
             full = self._core.in_flight >= self._max_in_flight
-            result = await self._thread.call(self._exchange, plan, full or plan.is_empty)
+            result = await self._engine.exchange(plan, collect=full or plan.is_empty)
             if result is not None:
                 self._commit(result)
-
-    async def _run_errands(self) -> None:
-        """Do what was asked for, one by one, with nothing in flight."""
-        while self._errands:
-            await self._settle()
-            error = await self._errands.popleft().run()
-            if error is not None and not isinstance(error, CALLERS_ERRORS):
-                raise error
 
     async def _settle(self) -> None:
         """Let the steps in flight finish, and the engine know who has ended."""
         while self._core.in_flight:
-            self._commit(await self._thread.call(self._collect))
+            self._commit(await self._engine.collect())
         plan = self._core.plan_ends(self._clock())
         if not plan.is_empty:
             self._plans.append((plan, 0.0))
-            await self._thread.call(self._submit, plan)
-            self._commit(await self._thread.call(self._collect))
+            await self._engine.submit(plan)
+            self._commit(await self._engine.collect())
 
     @property
     def _finished(self) -> bool:
@@ -484,44 +347,3 @@ class Scheduler:
         now = self._clock()
         self._deliver(self._core.abandon(f"{type(error).__name__}: {error}", now))
         self.failed.set()
-
-    # --- on the owner thread ---------------------------------------------------------------------
-
-    def _load(self) -> tuple[EngineInfo, int]:
-        self._engine = self._factory()
-        return self._engine.info, self._engine.max_in_flight
-
-    def _submit(self, plan: StepPlan) -> None:
-        assert self._engine is not None
-        self._engine.submit(plan)
-
-    def _collect(self) -> StepResult:
-        assert self._engine is not None
-        return self._engine.collect()
-
-    def _exchange(self, plan: StepPlan, collect: bool) -> StepResult | None:
-        """Submit `plan` unless it is empty; then the oldest result, if `collect`."""
-        if not plan.is_empty:
-            self._submit(plan)
-        return self._collect() if collect else None
-
-    def _export(self, what: Export, path: Path) -> None:
-        assert self._engine is not None
-        self._engine.export_boundary(what.boundary, what.saved, what.pages, path)
-
-    def _read(self, path: Path) -> SavedPrefix:
-        assert self._engine is not None
-        return self._engine.read_boundary(path)
-
-    def _import(self, entry: Entry, path: Path) -> None:
-        assert self._engine is not None
-        self._engine.import_boundary(entry.boundary, entry.pages, path)
-
-    def _unload(self) -> None:
-        """Close the engine, if it was built; what that raises becomes `failure` if it is first."""
-        engine, self._engine = self._engine, None
-        try:
-            if engine is not None:
-                engine.close()
-        except Exception as error:
-            self.failure = self.failure or error

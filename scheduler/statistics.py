@@ -228,8 +228,8 @@ class Meter:
             return 1.0
         return self.tokens_per_request / rate
 
-    def snapshot(self) -> dict[str, Any]:
-        """The counters of `Statistics`, by field."""
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """The counters and rates of `Statistics`, by field."""
         drafted = per_position(self._drafted)
         return {
             "submitted": self.submitted,
@@ -249,6 +249,10 @@ class Meter:
             "cycles_by_depth": tuple(self.cycles_by_depth),
             "build_s": self.build_s,
             "wait_s": self.wait_s,
+            "step_s": self.step_s,
+            "depth": self.depth,
+            "tokens_per_second": self.generated.per_second(now),
+            "prompt_tokens_per_second": self.prefilled.per_second(now),
             "device_s": self.device_s,
             "gap_s": self.gap_s,
             "preemptions": {cause.value: self.preempted[cause] for cause in Preempted},

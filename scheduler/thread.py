@@ -1,11 +1,10 @@
-"""One thread that owns the engine: everything that touches it is called here, in order; and
-errands, work for it between steps."""
+"""One thread that owns the engine: everything that touches it is called here, in order."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -76,37 +75,3 @@ class OwnerThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-
-
-class Errand(Generic[T]):
-    """One piece of work: `run` in the scheduler's loop, `wait` in the task that asked for it.
-
-    What the work raises comes out of `wait`. A cancelled wait drops the outcome; the work itself
-    still runs.
-    """
-
-    def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
-        self._work = work
-        self._done = anyio.Event()
-        self._value: T
-        self._error: Exception | None = None
-
-    async def run(self) -> Exception | None:
-        """Do the work; returns what it raised."""
-        try:
-            self._value = await self._work()
-        except Exception as error:
-            self._error = error
-        self._done.set()
-        return self._error
-
-    def refuse(self, error: Exception) -> None:
-        """It will not be done."""
-        self._error = error
-        self._done.set()
-
-    async def wait(self) -> T:
-        await self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value

@@ -37,6 +37,11 @@ class Ticket:
         return bool(self.decode.rows or self.guided.rows)
 
     @property
+    def alone(self) -> bool:
+        """It runs no chunk, and one cohort at the most."""
+        return not (self.chunks or (self.decode.rows and self.guided.rows))
+
+    @property
     def shapes(self) -> list[tuple[str, int, int]]:
         """What an engine may compile for."""
         cohorts = (("decode", self.decode), ("guided", self.guided))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from selfdraft.v1 import selfdraft_pb2 as pb
 
-from engine.plan import MAX_DEPTH, MAX_LOGIT_BIAS, SamplingParams
-
-MAX_PENALTY: Final = 2.0
-"""Of frequency and presence penalty, either sign."""
-MAX_REPETITION_PENALTY: Final = 10.0
-MAX_BIAS: Final = 100.0
-"""Of one token's logit, either sign: enough to force or forbid it, and no overflow."""
+from engine.plan import MAX_DEPTH, SamplingParams
+from engine.sampling_limits import PUBLIC_LIMITS, violations
 
 Complain = Callable[[str, str], None]
 """(field path, what its limit is)."""
@@ -31,43 +26,25 @@ def read_sampling(
 ) -> SamplingParams:
     """The engine's parameters; a seed is drawn when there is none. What is out of range goes to
     `complain`."""
-    temperature = value_of(params, "temperature", 1.0)
-    top_p = value_of(params, "top_p", 1.0)
     top_k = value_of(params, "top_k", 0)
-    min_p = value_of(params, "min_p", 0.0)
-    frequency = value_of(params, "frequency_penalty", 0.0)
-    presence = value_of(params, "presence_penalty", 0.0)
-    repetition = value_of(params, "repetition_penalty", 1.0)
-    penalties = f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]"
-    bounds = (
-        ("temperature", temperature, 0 <= temperature < math.inf, "finite and >= 0"),
-        ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
-        ("top_k", top_k, top_k >= -1, ">= 1, or 0 or -1 for all"),
-        ("min_p", min_p, 0 <= min_p < 1, "in [0, 1)"),
-        ("frequency_penalty", frequency, abs(frequency) <= MAX_PENALTY, penalties),
-        ("presence_penalty", presence, abs(presence) <= MAX_PENALTY, penalties),
-        (
-            "repetition_penalty",
-            repetition,
-            0 < repetition <= MAX_REPETITION_PENALTY,
-            f"in (0, {MAX_REPETITION_PENALTY:g}]",
-        ),
-    )
-    for name, value, holds, limit in bounds:
-        if not holds:
-            complain(f"sampling_params.{name}", f"must be {limit}, is {value:g}")
-    return SamplingParams(
-        temperature=temperature,
-        top_k=max(top_k, 0),
-        top_p=top_p,
-        min_p=min_p,
+    sampling = SamplingParams(
+        temperature=value_of(params, "temperature", 1.0),
+        top_k=0 if top_k == -1 else top_k,
+        top_p=value_of(params, "top_p", 1.0),
+        min_p=value_of(params, "min_p", 0.0),
         seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        repetition_penalty=repetition,
-        frequency_penalty=frequency,
-        presence_penalty=presence,
-        logit_bias=_logit_bias(params.logit_bias.items(), complain, vocab_size),
+        repetition_penalty=value_of(params, "repetition_penalty", 1.0),
+        frequency_penalty=value_of(params, "frequency_penalty", 0.0),
+        presence_penalty=value_of(params, "presence_penalty", 0.0),
+        logit_bias=tuple(sorted(params.logit_bias.items())),
         coupled=coupled,
     )
+    for found in violations(sampling, vocab_size=vocab_size, limits=PUBLIC_LIMITS):
+        message = found.message
+        if found.field == "top_k":  # another neutral value, here only
+            message = message.replace("or 0", "or 0 or -1")
+        complain(f"sampling_params.{found.path}", message)
+    return replace(sampling, logit_bias=tuple(pair for pair in sampling.logit_bias if pair[1]))
 
 
 def read_speculation(
@@ -102,19 +79,3 @@ def read_speculation(
 def mode_name(mode: pb.SpeculationMode) -> str:
     """ "off", "rejection" or "coupled"."""
     return pb.SpeculationMode.Name(mode).rsplit("_", 1)[1].lower()
-
-
-def _logit_bias(
-    items: Iterable[tuple[int, float]], complain: Complain, vocab_size: int
-) -> tuple[tuple[int, float], ...]:
-    path = "sampling_params.logit_bias"
-    bias = tuple(sorted(items))
-    if len(bias) > MAX_LOGIT_BIAS:
-        complain(path, f"at most {MAX_LOGIT_BIAS} entries, are {len(bias)}")
-        return ()
-    for token, value in bias:
-        if token >= vocab_size:
-            complain(f"{path}[{token}]", f"ids must be in 0 … {vocab_size - 1} (vocab_size)")
-        if not abs(value) <= MAX_BIAS:
-            complain(f"{path}[{token}]", f"must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], is {value:g}")
-    return tuple((token, value) for token, value in bias if value)

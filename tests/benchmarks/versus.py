@@ -81,7 +81,7 @@ async def selfdraft(
     seed: int,
 ) -> Rates:
     """All prompts at once through the scheduler, which is idle, at the depths `policy` chooses."""
-    scheduler._core._free._policy = policy
+    scheduler._core._cohorts.free._policy = policy
     clock = Clock(len(prompts))
 
     async def session(index: int) -> None:

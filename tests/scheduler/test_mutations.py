@@ -28,7 +28,7 @@ from scheduler import (
     prefill,
     prefix,
 )
-from scheduler.cohorts import CohortPlanner
+from scheduler.cohorts import CohortPlanner, Cohorts
 from scheduler.core import SchedulerCore
 from scheduler.delivery import Delivery
 from scheduler.door import Door
@@ -41,6 +41,8 @@ from scheduler.preemption import Preemption
 from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
+from scheduler.reaper import Reaper
+from scheduler.registry import Registry
 from scheduler.request import Finished, FinishReason, Tokens
 from scheduler.sequence import Preempted, Sequence
 from scheduler.thread import OwnerThread
@@ -125,7 +127,7 @@ def growth_is_not_bounded_by_max_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_cancelled_row_is_kept(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore, now: float) -> Any:
+    def reap(self: Reaper, now: float) -> Any:
         kept = {r: s for r, s in self._rows.items() if s.cause is FinishReason.CANCELLED}
         for row in kept:
             del self._rows[row]
@@ -133,36 +135,36 @@ def a_cancelled_row_is_kept(patch: pytest.MonkeyPatch) -> None:
         self._rows.update(kept)
         return reaped
 
-    reap_well = SchedulerCore._reap
-    patch.setattr(SchedulerCore, "_reap", reap)
+    reap_well = Reaper.reap
+    patch.setattr(Reaper, "reap", reap)
 
 
 @mutation
 def a_cancelled_row_goes_on(patch: pytest.MonkeyPatch) -> None:
-    def end(self: SchedulerCore, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
+    def end(self: Registry, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
         end_well(self, s, reason, now, why)
         if reason is FinishReason.CANCELLED and s.started:
             s.cause = None
 
-    end_well = SchedulerCore._end
-    patch.setattr(SchedulerCore, "_end", end)
+    end_well = Registry.end
+    patch.setattr(Registry, "end", end)
 
 
 @mutation
 def a_finished_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore, now: float) -> Any:
+    def reap(self: Reaper, now: float) -> Any:
         ended = [row for row, s in self._rows.items() if s.cause is not None]
         for row in ended:
             self._memory.free(self._rows.pop(row))
         return (), tuple(ended)
 
-    patch.setattr(SchedulerCore, "_reap", reap)
+    patch.setattr(Reaper, "reap", reap)
 
 
 @mutation
 def the_engine_is_not_told_to_release(patch: pytest.MonkeyPatch) -> None:
-    reap_well = SchedulerCore._reap
-    patch.setattr(SchedulerCore, "_reap", lambda self, now: (reap_well(self, now)[0], ()))
+    reap_well = Reaper.reap
+    patch.setattr(Reaper, "reap", lambda self, now: (reap_well(self, now)[0], ()))
 
 
 @mutation
@@ -276,12 +278,12 @@ def a_full_stream_is_not_paused(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_slow_reader_pauses_everybody(patch: pytest.MonkeyPatch) -> None:
-    def cohorts(self: SchedulerCore, served: Any) -> Any:
-        paused = any(s.paused_at is not None for s in self._live.values())
-        return ([], []) if paused else cohorts_well(self, served)
+    def ready(self: Cohorts, served: Any) -> Any:
+        paused = any(s.paused_at is not None for s in self.rows.values())
+        return ([], []) if paused else ready_well(self, served)
 
-    cohorts_well = SchedulerCore._cohorts
-    patch.setattr(SchedulerCore, "_cohorts", cohorts)
+    ready_well = Cohorts.ready
+    patch.setattr(Cohorts, "ready", ready)
 
 
 @mutation
@@ -296,22 +298,22 @@ def the_queue_has_no_bound(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_depth_cap_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def submit(self: SchedulerCore, request: Any, now: float) -> None:
+    def submit(self: Registry, request: Any, now: float) -> None:
         submit_well(self, request, now)
         self._live[request.request_id].depth_cap = self._max_depth
 
-    submit_well = SchedulerCore.submit
-    patch.setattr(SchedulerCore, "submit", submit)
+    submit_well = Registry.submit
+    patch.setattr(Registry, "submit", submit)
 
 
 @mutation
 def an_ended_request_stays_registered(patch: pytest.MonkeyPatch) -> None:
-    def end(self: SchedulerCore, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
+    def end(self: Registry, s: Sequence, reason: FinishReason, now: float, why: str) -> None:
         end_well(self, s, reason, now, why)
         self._live[s.request_id] = s
 
-    end_well = SchedulerCore._end
-    patch.setattr(SchedulerCore, "_end", end)
+    end_well = Registry.end
+    patch.setattr(Registry, "end", end)
 
 
 # --- prefixes -------------------------------------------------------------------------------------
@@ -380,17 +382,17 @@ def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_row_is_kept_while_a_step_names_it(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore, now: float) -> Any:
+    def reap(self: Reaper, now: float) -> Any:
         keep, release = reap_well(self, now)
         for s in self._rows.values():
             if s.cause is not None and not s.spoiled:
                 table = self._tables.table(s.slot)
-                if entry := self.keeping.end(s, table, now):
+                if entry := self._keeping.end(s, table, now):
                     keep += (KeepRow(row=s.row, boundary=entry.boundary, pages=table),)
         return keep, release
 
-    reap_well = SchedulerCore._reap
-    patch.setattr(SchedulerCore, "_reap", reap)
+    reap_well = Reaper.reap
+    patch.setattr(Reaper, "reap", reap)
 
 
 @mutation
@@ -461,7 +463,7 @@ def in_tiny_pools(function: Patch) -> Patch:
 
 @in_tiny_pools
 def a_preempted_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def reap(self: SchedulerCore, now: float) -> Any:
+    def reap(self: Reaper, now: float) -> Any:
         leaving = [s for s in self._rows.values() if s.leaving is not None]
         held = [(s, s.tickets) for s in leaving]
         for sequence in leaving:
@@ -471,8 +473,8 @@ def a_preempted_row_is_freed_while_in_flight(patch: pytest.MonkeyPatch) -> None:
             sequence.tickets = tickets
         return reaped
 
-    reap_well = SchedulerCore._reap
-    patch.setattr(SchedulerCore, "_reap", reap)
+    reap_well = Reaper.reap
+    patch.setattr(Reaper, "reap", reap)
 
 
 @in_tiny_pools
