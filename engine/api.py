@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -66,6 +66,18 @@ class BoundHead:
     """The trunk's LM head, the very module: the embedding where the two are tied."""
 
 
+class _Options(TypedDict, total=False):
+    """What `LoadedModel.generate` may be told besides, for its two signatures."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    depth: int | Literal["auto"]
+    stop_ids: Sequence[int]
+
+
 class LoadedModel:
     """An engine with its own pages, driven directly. Build it with `load_model`."""
 
@@ -110,32 +122,12 @@ class LoadedModel:
 
     @overload
     def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
-        seed: int = ...,
-        depth: int | Literal["auto"] = ...,
-        stop_ids: Sequence[int] = ...,
+        self, prompt_ids: Sequence[int], *, max_tokens: int, **options: Unpack[_Options]
     ) -> Generated: ...
 
     @overload
     def generate(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        *,
-        max_tokens: int,
-        temperature: float = ...,
-        top_k: int = ...,
-        top_p: float = ...,
-        min_p: float = ...,
-        seed: int = ...,
-        depth: int | Literal["auto"] = ...,
-        stop_ids: Sequence[int] = ...,
+        self, prompt_ids: Sequence[Sequence[int]], *, max_tokens: int, **options: Unpack[_Options]
     ) -> list[Generated]: ...
 
     def generate(

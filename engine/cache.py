@@ -195,4 +195,4 @@ class RecurrentTrail:
     block: BlockWrites | None
     """What a pass that ran as one block wrote."""
     inputs: tuple[mx.array, mx.array, mx.array, mx.array]
-    """k, v, decay, β of the block, as the recurrence consumed them (see `delta_rule`)."""
+    """k, v, log decay, β of the block (see `delta_rule`)."""

@@ -124,9 +124,9 @@ def replay(trail: RecurrentTrail, count: mx.array) -> mx.array:
 
     A masked token has decay 1 and β 0, which leaves the memory as it is, bit for bit.
     """
-    k, v, decay, beta = trail.inputs
+    k, v, log_decay, beta = trail.inputs
     alive = (mx.arange(k.shape[1], dtype=count.dtype)[None, :] < count[:, None])[..., None]
-    decay, beta = mx.where(alive, decay, 1.0), mx.where(alive, beta, 0.0)
+    decay, beta = mx.exp(mx.where(alive, log_decay, 0.0)), mx.where(alive, beta, 0.0)
     memory = trail.before.memory[None]
     for step in _steps(k, v, decay, beta):
         memory = _update(memory, *step)

@@ -182,7 +182,6 @@ class DeltaNet(Module):
         if block.ragged is not None:
             alive = block.ragged.alive[..., None]
             log_decay, beta = mx.where(alive, log_decay, 0.0), mx.where(alive, beta, 0.0)
-        decay = mx.exp(log_decay)
         memories: list[mx.array] = []
         last, writes = None, None
         if chunked:
@@ -191,7 +190,7 @@ class DeltaNet(Module):
         elif self.blocks and width > 1:
             out, writes = delta_block(q, k, v, log_decay, beta, state.memory)
         else:
-            out, memories = delta_rule(q, k, v, decay, beta, state.memory)
+            out, memories = delta_rule(q, k, v, mx.exp(log_decay), beta, state.memory)
             last = memories[-1]
         gated = self.norm(out).astype(x.dtype) * silu(
             z.reshape(batch, width, self.v_heads, self.v_dim).astype(mx.float32)
@@ -202,7 +201,7 @@ class DeltaNet(Module):
             memories=tuple(memories) if keep else (),
             last=last,
             block=writes,
-            inputs=(k, v, decay, beta),
+            inputs=(k, v, log_decay, beta),
         )
         return self.out_proj(block.flatten(gated, x.shape[0])), trail
 

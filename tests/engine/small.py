@@ -6,6 +6,8 @@ A_log sits near -4 (states remember for tens of tokens) and convolution weights 
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -192,3 +194,10 @@ class OracleCycle(DecodeCycle):
         wrong = mx.array(self.rng.random(tokens.shape) < self.spoil)
         tokens = mx.where(wrong, (tokens + 1) % vocab, tokens)
         return Drafts(tokens=tokens, q=one_hot(tokens, vocab) if statics.rejects else None)
+
+
+def operations(arrays: Iterable[mx.array]) -> int:
+    """Operations of the graph that these arrays wait for; 0 when all are evaluated."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *arrays)
+    return text.getvalue().count("label")

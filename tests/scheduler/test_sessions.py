@@ -26,11 +26,6 @@ from tests.scheduler.fake_engine import FakeEngine
 LOOPS: list[LoopKind] = ["plain", "pipelined"]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def bench(*, boundaries: int = 4, pages: int = 200, **config: float) -> Bench:
     return Bench(
         engine=FakeEngine(boundaries=boundaries, page_size=4, pages=pages, context_length=120),

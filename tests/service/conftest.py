@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import anyio
 import pytest
 
 from service.logs import _Forward
+from tests.service.books import Book
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +35,8 @@ def no_log_of_an_earlier_command() -> Iterator[None]:
     for handler in list(logging.root.handlers):
         if isinstance(handler, _Forward):
             logging.root.removeHandler(handler)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    return Book(tmp_path)

@@ -19,9 +19,16 @@ from service.reload import Reloading
 from service.tls import Tls
 from service.tokens import Tokens, digest_of
 from tests.scheduler import test_salt
-from tests.service import test_admin, test_auth, test_errors, test_tls
+from tests.service import (
+    test_admin,
+    test_auth,
+    test_auth_tenants,
+    test_errors,
+    test_tls,
+    test_tokens,
+)
+from tests.service.books import Book
 from tests.service.test_admin import Site
-from tests.service.test_auth import Book
 from tests.service.test_tls import Files
 
 pytestmark = pytest.mark.anyio
@@ -77,12 +84,12 @@ def everybody_is_an_admin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tokens, "identify", identify)
 
 
-@seen_by(lambda f, _: test_auth.test_a_hash_with_the_right_beginning_is_another_hash(Book(f)))
+@seen_by(lambda f, _: test_tokens.test_a_hash_with_the_right_beginning_is_another_hash(Book(f)))
 def hashes_are_compared_by_their_beginning(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("service.tokens.hmac.compare_digest", lambda a, b: a[:40] == b[:40])
 
 
-@seen_by(lambda f, patch: test_auth.test_every_hash_is_compared_whole(Book(f), patch))
+@seen_by(lambda f, patch: test_tokens.test_every_hash_is_compared_whole(Book(f), patch))
 def comparing_ends_with_the_first_match(patch: pytest.MonkeyPatch) -> None:
     def identify(self: Tokens, token: str) -> Identity | None:
         digest = digest_of(token)
@@ -91,7 +98,7 @@ def comparing_ends_with_the_first_match(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tokens, "identify", identify)
 
 
-@seen_by(lambda folder, _: test_auth.test_tokens_are_known_until_they_expire(Book(folder)))
+@seen_by(lambda folder, _: test_tokens.test_tokens_are_known_until_they_expire(Book(folder)))
 def an_expired_token_is_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tokens, "_expired", lambda self, entry: False)
 
@@ -129,7 +136,7 @@ def a_refused_token_is_logged(patch: pytest.MonkeyPatch) -> None:
 
 
 def sessions(folder: Path, patch: pytest.MonkeyPatch) -> Awaitable[None]:
-    return test_auth.test_sessions_are_their_tenants_own(Book(folder))
+    return test_auth_tenants.test_sessions_are_their_tenants_own(Book(folder))
 
 
 @seen_by(sessions)
@@ -137,13 +144,15 @@ def another_tenants_session_is_visible(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scope, "outside", lambda self, name: name.partition("/")[2])
 
 
-@seen_by(lambda folder, _: test_auth.test_requests_are_their_tenants_own(Book(folder)))
+@seen_by(lambda folder, _: test_auth_tenants.test_requests_are_their_tenants_own(Book(folder)))
 def ids_are_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scope, "inside", lambda self, name: name)
     patch.setattr(Scope, "outside", lambda self, name: name)
 
 
-@seen_by(lambda f, _: test_auth.test_one_tenant_cannot_tell_what_another_has_sent(Book(f), False))
+@seen_by(
+    lambda f, _: test_auth_tenants.test_one_tenant_cannot_tell_what_another_has_sent(Book(f), False)
+)
 def prefixes_are_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SecurityConfig, "cache_salt", lambda self, tenant: "")
 
@@ -212,7 +221,7 @@ def plain_text_goes_out(patch: pytest.MonkeyPatch) -> None:
 
 
 @seen_by(
-    lambda f, _: test_auth.test_a_token_travels_in_plain_text_on_this_machine_only(
+    lambda f, _: test_auth_tenants.test_a_token_travels_in_plain_text_on_this_machine_only(
         "example.com:1", False
     )
 )
