@@ -29,6 +29,8 @@ def check_books(
     queue.integrity(rows)
     keeping.integrity(idle=idle)
     pool.integrity(rows, [entry.pages for entry in keeping.cache])
+    held = [(s.request.tenant, pool.owned(row)) for row, s in rows.items()]
+    keeping.cache.shelves.check_pages(keeping.cache, held)
     tables.integrity(s.slot for s in rows.values())
     for row, s in rows.items():
         _check(s.row == row, f"row {row} is filed under another id")

@@ -39,9 +39,10 @@ Bounds (`SchedulerConfig`, defaults in parentheses; None follows the engine):
                                                       in the queue, and the most junior ones are
                                                       preempted; InvalidRequestError when the
                                                       worst case exceeds the whole pool
-    kept prefixes           engine's boundaries       the least recently used one goes
-    sessions                max_sessions (256),       the least recently used one is unpinned
+    kept prefixes           engine's boundaries       one goes of the tenant most above its share
+    sessions                max_sessions (256),       the same is unpinned
                             session_ttl_s (600)
+    sessions of a tenant    its max_sessions (None)   its least recently used one is unpinned
     prompt length           max_prompt_tokens (None)  InvalidRequestError
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
@@ -214,7 +215,7 @@ class SchedulerCore:
         nothing of the request remains then.
         """
         if self._closed is not None:
-            self._meter.refused["not_running"] += 1
+            self._meter.refuse("not_running", self._queue.tenants.label(request.tenant))
             raise NotRunningError(self._closed)
         try:
             if request.request_id in self._live:
@@ -222,10 +223,10 @@ class SchedulerCore:
             prompt = validate(request, self.limits)
             self._door.fits(request, len(prompt))
         except InvalidRequestError:
-            self._meter.refused["invalid"] += 1
+            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
             raise
         if refusal := self._door.refusal(request, len(prompt), now):
-            self._meter.refused[refusal.reason] += 1
+            self._meter.refuse(refusal.reason, self._queue.tenants.label(request.tenant))
             raise refusal
         sequence = self._sequence(request, prompt, now)
         if request.session_id is not None:
@@ -247,7 +248,7 @@ class SchedulerCore:
         try:
             self._groups.join(sequence)
         except InvalidRequestError:
-            self._meter.refused["invalid"] += 1
+            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
             raise
         sequence.work = 1 if self._groups.follows(sequence) else len(prompt)
         return sequence

@@ -43,6 +43,7 @@ from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.queue import WaitingQueue
 from scheduler.request import Finished, FinishReason, Tokens
 from scheduler.sequence import Preempted, Sequence
+from scheduler.shares import Account
 from scheduler.thread import OwnerThread
 from tests.scheduler import (
     test_depth,
@@ -698,7 +699,11 @@ def what_a_broken_row_left_is_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_session_pins_nothing(patch: pytest.MonkeyPatch) -> None:
+    def places(entry: Entry) -> list[tuple[Account, Yield]]:
+        return [(account, Yield.LOOSE) for account in entry.holders]
+
     patch.setattr(Entry, "standing", property(lambda self: Yield.LOOSE))
+    patch.setattr("scheduler.shelves._places", places)
 
 
 def pins_never_yield(patch: pytest.MonkeyPatch) -> None:
