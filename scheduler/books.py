@@ -42,6 +42,8 @@ class Books:
         self.queue.integrity(self.rows)
         self.keeping.integrity(idle=idle)
         self.pool.integrity(self.rows, [entry.pages for entry in self.keeping.cache])
+        held = [(s.request.tenant, self.pool.owned(row)) for row, s in self.rows.items()]
+        self.keeping.cache.shelves.check_pages(self.keeping.cache, held)
         self.tables.integrity(s.slot for s in self.rows.values())
         self._check_rows()
         self._check_registry()

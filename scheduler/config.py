@@ -17,9 +17,10 @@ What is bounded (defaults in parentheses; None follows the engine):
                                                       in the queue, and the most junior ones are
                                                       preempted; InvalidRequestError when the
                                                       worst case exceeds the whole pool
-    kept prefixes           engine's boundaries       the least recently used one goes
-    sessions                max_sessions (256),       the least recently used one is unpinned
+    kept prefixes           engine's boundaries       one goes of the tenant most above its share
+    sessions                max_sessions (256),       the same is unpinned
                             session_ttl_s (600)
+    sessions of a tenant    its max_sessions (None)   its least recently used one is unpinned
     prompt length           max_prompt_tokens (None)  InvalidRequestError
     max_tokens              max_completion_tokens     InvalidRequestError
                             (None); context
@@ -53,7 +54,9 @@ class TenantPolicy:
     """What one tenant may have. ValueError names the field that is out of range."""
 
     weight: float = 1.0
-    """Share of the served tokens, relative to other tenants that have work."""
+    """Share of the served tokens, relative to other tenants that have work; and of the memory for
+    kept prefixes, relative to others that keep some (`scheduler.shares`). In the latter all tenants
+    without a policy count as one, with the default policy's weight."""
 
     max_rows: int | None = None
     """Rows at once; None leaves it to the machine. Its further requests wait."""
@@ -64,10 +67,14 @@ class TenantPolicy:
     max_priority: Priority = Priority.INTERACTIVE
     """Requests of a higher class count as this one."""
 
+    max_sessions: int | None = None
+    """Sessions that it keeps at once; None leaves it to the server's limit. One more unpins its own
+    that was unused the longest. In the default policy: of all tenants without one together."""
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError("weight must be finite and > 0")
-        for name in ("max_rows", "max_queued_tokens"):
+        for name in ("max_rows", "max_queued_tokens", "max_sessions"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
 
@@ -154,9 +161,14 @@ class SchedulerConfig:
     """Seconds after its last use for which a session's end is pinned."""
 
     max_sessions: int = 256
-    """Sessions that are pinned at once; one more unpins the one unused the longest. A pin is kept
-    from ordinary eviction only: when a queued request or another session's end could not have room
-    otherwise, pinned ends go too, least recently used first."""
+    """Sessions that are pinned at once; one more unpins one of the tenant most above its share, the
+    one unused the longest. A pin is kept from ordinary eviction only: when a queued request or
+    another session's end could not have room otherwise, pinned ends go too, least recently used
+    first."""
+
+    share_kept: bool = False
+    """Keep prefixes and sessions of all tenants as if they were one's: the least recently used one
+    goes, whoever left it. For tenants that start from each other's prefixes."""
 
     loop: LoopKind = "pipelined"
     """`pipelined` submits step n + 1 before it reads step n; `plain` waits for each step. Same

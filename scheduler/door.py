@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 from scheduler.config import SchedulerConfig
@@ -12,7 +12,7 @@ from scheduler.queue import WaitingQueue
 from scheduler.request import GenerationRequest, InvalidRequestError, QueueFullError, Refusal
 from scheduler.sequence import Sequence
 from scheduler.statistics import Meter
-from scheduler.throughput import Estimate, Throughput, Waits
+from scheduler.throughput import Estimate, Throughput, Waits, own_turn
 
 RETRY_BOUNDS_S: Final = (0.1, 60.0)
 """Retry delays are clamped to this."""
@@ -81,24 +81,51 @@ class Door:
         waiting = tenant.tokens if tenant is not None else 0
         if most is None or waiting + prompt_tokens <= most:
             return None
-        # Its requests leave among everybody's.
-        leaving = ceil((waiting + prompt_tokens - most) / waiting * len(self._queue))
+        # Its requests leave among everybody's, and no faster than its rows end.
+        part = (waiting + prompt_tokens - most) / waiting
+        own = ceil(part * tenant.queued) if tenant is not None else 0
         text = f"max_queued_tokens of the tenant ({most} prompt tokens)"
-        return self._refuse(Refusal.TENANT_QUEUED_TOKENS, text, leaving, now)
+        refusal = self._refuse(
+            Refusal.TENANT_QUEUED_TOKENS, text, ceil(part * len(self._queue)), now
+        )
+        own_s = self._own_turn(name, own - 1, now).likely
+        refusal.retry_after_s = _clamped(max(refusal.retry_after_s, own_s))
+        return refusal
 
     def _deadline(self, request: GenerationRequest, now: float) -> QueueFullError | None:
         if request.deadline is None or request.deadline <= now:
             return None  # the latter ends with DEADLINE, as promised
-        left, starts_in = request.deadline - now, self.starts_in(request)
+        left, starts_in = request.deadline - now, self.starts_in(request, now)
         if starts_in.least <= left:
             return None
         likely = starts_in.likely
         text = f"deadline ({left:.1f} s are left; it would start in about {likely:.1f} s)"
         return QueueFullError(Refusal.DEADLINE, text, _clamped(likely - left))
 
-    def starts_in(self, request: GenerationRequest) -> Estimate:
+    def starts_in(self, request: GenerationRequest, now: float) -> Estimate:
         """When this request would start if it came now. 0 when at the next plan, or when too
-        little was measured. A tenant's own `max_rows` is not reckoned with."""
+        little was measured. Its tenant's own `max_rows` is reckoned with; that those of others keep
+        them from going before it is not."""
+        own = self._own_turn(
+            request.tenant, self._queue.own_ahead(request.tenant, request.priority), now
+        )
+        everybody = self._turn(request)
+        return Estimate(
+            max(own.likely, everybody.likely),
+            max(own.least, everybody.least),
+        )
+
+    def _own_turn(self, name: str, ahead: int, now: float) -> Estimate:
+        """When a tenant's request would start if only its own rows counted."""
+        tenant = self._queue.tenants.find(name)
+        if tenant is None or tenant.policy.max_rows is None:
+            return Estimate(0.0, 0.0)
+        rows = [s for s in self._rows.values() if s.request.tenant == name]
+        held = [inf if s.is_gone else now - (s.started_at or now) for s in rows]
+        return own_turn(tenant.row_times, held, most=tenant.policy.max_rows, ahead=max(ahead, 0))
+
+    def _turn(self, request: GenerationRequest) -> Estimate:
+        """When it would start as far as everybody's share goes."""
         ahead, tokens = self._queue.ahead(
             request.tenant, request.priority, generated=self._meter.tokens_per_request
         )

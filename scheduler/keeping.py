@@ -15,6 +15,7 @@ from scheduler.prefix import Entry, PrefixCache, Yield, root
 from scheduler.request import FinishReason
 from scheduler.sequence import Sequence
 from scheduler.sessions import NoRoomError, Sessions
+from scheduler.shares import Accounts
 
 SESSION_KEY = "session_id"
 """Name of the session's id in a file's metadata."""
@@ -35,13 +36,18 @@ class Keeping:
     """The prefix cache of one core and the sessions that pin parts of it."""
 
     def __init__(self, *, info: EngineInfo, config: SchedulerConfig, pool: PagePool) -> None:
+        accounts = Accounts(config.tenants, config.default_tenant, shared=config.share_kept)
         self.cache = PrefixCache(
             boundaries=info.boundaries if config.prefix_cache else 0,
             page_size=info.page_size,
             pool=pool,
+            accounts=accounts,
         )
         self.sessions = Sessions(
-            limit=config.max_sessions, ttl_s=config.session_ttl_s, cache=self.cache
+            limit=config.max_sessions,
+            ttl_s=config.session_ttl_s,
+            cache=self.cache,
+            accounts=accounts,
         )
         self._pool = pool
         self._page_size = info.page_size
@@ -58,7 +64,8 @@ class Keeping:
             sequence, table, Yield.LOOSE if session is None else Yield.SESSIONS
         )
         if entry is not None and session is not None:
-            self.sessions.pin(session, entry, turn=sequence.turn, now=now)
+            tenant = sequence.request.tenant
+            self.sessions.pin(session, entry, turn=sequence.turn, now=now, tenant=tenant)
         return entry if fresh else None
 
     def leave(self, sequence: Sequence, table: NDArray[np.int32]) -> Entry | None:
@@ -73,7 +80,8 @@ class Keeping:
         if sequence.started or session is None or sequence.cause in NOTHING_TO_KEEP:
             return
         if entry is not None:
-            self.sessions.pin(session, entry, turn=sequence.turn, now=now)
+            tenant = sequence.request.tenant
+            self.sessions.pin(session, entry, turn=sequence.turn, now=now, tenant=tenant)
 
     def _keep(
         self, sequence: Sequence, table: NDArray[np.int32], most: Yield
@@ -91,7 +99,8 @@ class Keeping:
         if entry is not None and entry.ready:
             self.cache.touch(entry)
             return entry, False
-        if not self.cache.make_boundary(most):
+        tenant = sequence.request.tenant
+        if not self.cache.make_boundary(most, tenant):
             return None, False
         entry = self.cache.add(
             tokens=tokens,
@@ -100,6 +109,7 @@ class Keeping:
             mtp=sequence.speculative,
             row=sequence.row,
             ready=True,
+            tenant=tenant,
         )
         return entry, True
 
@@ -129,7 +139,7 @@ class Keeping:
     def begin_import(self, saved: SavedPrefix, *, rows: bool, salt: str) -> Entry:
         """Make room for a file's prefix: an entry that nobody uses before `finish_import`. Ready at
         once when these tokens are kept already. `rows`: some row runs; `salt`: that of the requests
-        that may use it.
+        that may use it, which is their tenant's name or "" (`GenerationRequest.cache_salt`).
 
         Raises NoRoomError, with the numbers.
         """
@@ -145,7 +155,7 @@ class Keeping:
             free = self._pool.unused + self._pool.cached
             message = f"{pages} pages are needed; running requests leave {free} of "
             raise NoRoomError(f"{message}{self._pool.total}")
-        if not self.cache.make_boundary(yields):
+        if not self.cache.make_boundary(yields, salt):
             raise NoRoomError(f"all {self.cache.total} boundaries are in use")
         return self.cache.add(
             tokens=tokens,
@@ -154,6 +164,7 @@ class Keeping:
             mtp=saved.mtp,
             row=-1,
             ready=False,
+            tenant=salt,
         )
 
     def _fits(self, tokens: NDArray[np.int32]) -> None:
@@ -166,7 +177,7 @@ class Keeping:
     def finish_import(self, entry: Entry, session_id: str, *, turn: int, now: float) -> None:
         """The engine has it."""
         entry.ready = True
-        self.sessions.pin(session_id, entry, turn=turn, now=now)
+        self.sessions.pin(session_id, entry, turn=turn, now=now, tenant=entry.tenant.name)
 
     def cancel_import(self, entry: Entry) -> None:
         """The engine does not have it, unless it did before."""
@@ -191,6 +202,11 @@ class Keeping:
             "prefix_hits": cache.hits,
             "cached_tokens": cache.cached_tokens,
             "evictions": dict(cache.evictions),
+            "boundaries_by_tenant": {
+                account.name: cache.shelves.by_tenant[account.name]
+                for account in cache.shelves.accounts.all()
+            },
             "sessions": len(self.sessions),
+            "sessions_by_tenant": self.sessions.by_tenant(),
             "sessions_ended": dict(self.sessions.ended),
         }

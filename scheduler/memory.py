@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from engine.plan import pages_needed
 from scheduler.pages import PagePool, PageTables
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.sequence import Sequence
+from scheduler.shares import Account
 
 
 class RowMemory:
@@ -55,6 +58,7 @@ class RowMemory:
         self._pool.open(sequence.row, shared)
         sequence.slot = self._tables.take_slot()
         self._tables.extend(sequence.slot, shared)
+        self._cache.shelves.hold(self._account(sequence), np.asarray(shared, np.int32))
         self.grow(sequence, len(sequence.prompt))
         if entry is None or whole == len(entry.pages):
             return None
@@ -79,9 +83,15 @@ class RowMemory:
         IntegrityError when there is no room: ask first."""
         if missing := self.missing(sequence, positions):
             self._cache.make_room(missing, most=Yield.AWAITED)
-            self._tables.extend(sequence.slot, self._pool.allocate(sequence.row, missing))
+            pages = self._pool.allocate(sequence.row, missing)
+            self._tables.extend(sequence.slot, pages)
+            self._cache.shelves.hold(self._account(sequence), np.asarray(pages, np.int32))
 
     def free(self, sequence: Sequence) -> None:
         """Take everything back."""
+        self._cache.shelves.drop(self._account(sequence), self._tables.table(sequence.slot))
         self._tables.give_back(sequence.slot)
         self._pool.free(sequence.row)
+
+    def _account(self, sequence: Sequence) -> Account:
+        return self._cache.shelves.accounts.keeper(sequence.request.tenant)

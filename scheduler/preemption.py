@@ -1,16 +1,20 @@
 """Who gives up its row so that others get on.
 
 Rows start when their prompt fits, and take pages as they grow, so they may run out. *Seniority* is
-the order in which they are served: higher class first, then rows whose readers keep up, then older
-ones. A row that cannot grow sits a cycle out, and makes its juniors leave, most junior first, when
-what they and the rows that leave already hold is enough. Kept prefixes have gone before that. A row
-leaves when no step in flight names it, and goes back to the queue: what it has emitted is then
+the order in which they are served: higher class first, then rows whose readers keep up, then those
+of tenants that hold no more than their share of the pages (`scheduler.shares`), then older ones. So
+at equal class no row of a tenant at or below its share leaves for one of a tenant above. A row that
+cannot grow sits a cycle out, and makes its juniors leave, most junior first, when what they and the
+rows that leave already hold is enough. Kept prefixes have gone before that. A row leaves when no
+step in flight names it, and goes back to the queue: what it has emitted is then
 computed again (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", SOSP 2023, sec. 4.5: recomputation; all of a row or nothing).
 
 Nobody waits for ever. The most senior row that is read always gets on: all that it does not hold
 itself is held by its juniors or by kept prefixes, and its worst case fits the pool, or it would not
-have been admitted. So the requests that are read end one after the other. A row is made to leave
+have been admitted. So the requests that are read end one after the other. (What its tenant holds
+counts against a request for its first `max_displacements` preemptions only: then age decides, and
+newcomers of other tenants cannot push it out again and again.) A row is made to leave
 for pages only by the growth of a senior, of which there is so much and no more; it comes back when
 its whole prompt has room again, with some to grow into.
 
@@ -34,7 +38,7 @@ Reap = Callable[[], None]
 
 
 def seniority(sequence: Sequence) -> tuple[int, bool, int]:
-    """Sorts the most senior row first."""
+    """Sorts the most senior row first, whatever their tenants hold."""
     return -sequence.priority, sequence.paused_at is not None, sequence.order
 
 
@@ -63,7 +67,7 @@ class Preemption:
         have them. What the others lack is `RowMemory.owed`."""
         self._memory.owed = 0
         if sum(map(self._lacks, ready)) > self._pool.unused:
-            ready = sorted(ready, key=seniority)
+            ready = sorted(ready, key=self._rank)
             self._make_leave(ready)
             reap()
         served: set[Sequence] = set()
@@ -94,8 +98,8 @@ class Preemption:
     def _make_juniors_leave(self, needy: Sequence, pages: int) -> None:
         """Until `pages` pages, those of the row and its seniors, are free or will be; nobody when
         all of its juniors hold too little."""
-        rank = seniority(needy)
-        juniors = [s for s in self._staying() if seniority(s) > rank]
+        rank = self._rank(needy)
+        juniors = [s for s in self._staying() if self._rank(s) > rank]
         lack = pages - self._pool.unused - self._cache.evictable(Yield.AWAITED)
         going = self._going()
         victims: list[Sequence] = []
@@ -140,7 +144,14 @@ class Preemption:
     def _staying(self) -> list[Sequence]:
         """Rows that have neither ended nor been preempted, most senior first."""
         rows = self._rows.values()
-        return sorted((s for s in rows if s.cause is None and s.leaving is None), key=seniority)
+        return sorted((s for s in rows if s.cause is None and s.leaving is None), key=self._rank)
+
+    def _rank(self, sequence: Sequence) -> tuple[int, bool, bool, int]:
+        """`seniority`, and what the row's tenant holds."""
+        level, paused, order = seniority(sequence)
+        above = sequence.preemptions < self._max_displacements
+        above = above and self._cache.shelves.above(sequence.request.tenant)
+        return level, paused, above, order
 
     def _going(self) -> list[int]:
         """Rows that will be freed when their steps have come back."""

@@ -293,7 +293,9 @@ class PrefillPlanner:
         leads = leads and position == len(sequence.prompt) - 1
         tokens, hashes = sequence.prompt[:position], sequence.hashes or []
         there = self._cache.find(tokens, hashes, mtp=sequence.speculative)
-        if there or not self._cache.make_boundary(Yield.SESSIONS if leads else Yield.LOOSE):
+        tenant = sequence.request.tenant
+        most = Yield.SESSIONS if leads else Yield.LOOSE
+        if there or not self._cache.make_boundary(most, tenant):
             if leads:
                 self._let_go(sequence)
             return None
@@ -304,8 +306,9 @@ class PrefillPlanner:
             mtp=sequence.speculative,
             row=sequence.row,
             ready=False,
+            tenant=tenant,
+            group=group if leads else None,
         )
-        entry.group = group if leads else None
         ticket.saves.append((sequence, entry))
         return entry.boundary
 

@@ -14,73 +14,54 @@ Eviction is LRU in three classes. Entries that nobody is promised go first; then
 pins (sessions are a cache with better manners, not a reservation); and, when no row runs or one
 would have to be preempted, those that queued requests of a group wait for. An entry that the plan
 being made restores or has a chunk save is never evicted by it.
+
+Where tenants have shares (`scheduler.shares`), that is the order within an account, and accounts
+come first:
+
+- For a boundary, the account gives that holds most boundaries for its weight, the newcomer counted.
+  When that is the newcomer's own, it replaces what it may (no pin, unless it is one), or is not
+  kept. Promised: **an account at or below its share of the boundaries never loses one to another's
+  newcomer**; nor does one above it, unless the newcomer's then holds less for its weight.
+- For pages that a row needs, accounts give in the order of the pages that they hold for their
+  weight, with those of their running rows. Rows go before whatever is kept, so this may reach
+  everybody, but promised is: **an account at or below its share of the pages loses an entry only
+  when those above theirs have none left to give.** A file's prefix is an operator's act: it takes
+  pages as a row does, and a boundary like any newcomer.
+
+Entries that nobody has used for `session_ttl_s` (give or take a little) and no session pins go
+before all others, whoever left them: shares are for those who come back. An entry that sessions of
+several accounts pin goes from each separately.
+
+An eviction costs O(log n) comparisons, and a look at those it passes over: what somebody waits for
+or uses, what frees no page because rows hold all of them too, and at most `MOST_SHARED` whose pages
+others hold as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 from hashlib import sha256
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan import pages_needed
+from scheduler.entry import Entry, Tokens, Yield
 from scheduler.groups import Group
 from scheduler.kv_events import KvEventLog, Removed, Stored, chain, live_chains
 from scheduler.pages import IntegrityError, PagePool
+from scheduler.shares import Account, Accounts
+from scheduler.shelves import Line, Shelves
+
+__all__ = ["Entry", "PrefixCache", "Yield", "page_hashes", "root"]
 
 ROOT = b""
 """Chained hash of no page at all, of requests without a salt."""
 
-Tokens = NDArray[np.int32]
-
-
-class Yield(IntEnum):
-    """How far an eviction may go: entries of this class and the ones below."""
-
-    LOOSE = 0
-    SESSIONS = 1
-    AWAITED = 2
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
-    """One saved point: position, tokens, pages."""
-
-    boundary: int
-    tokens: Tokens
-    """The tokens before the boundary; its position is their number."""
-    pages: NDArray[np.int32]
-    """Pages of these tokens, the last of them maybe filled in part."""
-    mtp: bool
-    """Whether MTP history is in it; without, only rows that never draft may use it."""
-    hashes: list[bytes]
-    """[n]: chained hash of the first n whole pages."""
-    row: int
-    """The row that left it; -1 for one that came from a file."""
-    ready: bool
-    """The step that saves it has come back. Only then may anybody start from it."""
-    held: bool = True
-    """False once it is evicted."""
-    busy: bool = False
-    """The plan being made uses it."""
-    group: Group | None = None
-    """Its queued members wait for this entry."""
-    sessions: set[str] = field(default_factory=set)
-    """Sessions that pin it."""
-
-    @property
-    def position(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def standing(self) -> Yield:
-        if self.group is not None and self.group.queued:
-            return Yield.AWAITED
-        return Yield.SESSIONS if self.sessions else Yield.LOOSE
+MOST_SHARED: Final = 64
+"""Entries of an account that free no page by themselves which an eviction looks past."""
 
 
 def page_hashes(tokens: Tokens, page_size: int, known: Sequence[bytes] = (ROOT,)) -> list[bytes]:
@@ -100,7 +81,14 @@ def root(salt: str) -> list[bytes]:
 class PrefixCache:
     """All entries of one engine. Knows pages and boundaries, not requests."""
 
-    def __init__(self, *, boundaries: int, page_size: int, pool: PagePool) -> None:
+    def __init__(
+        self,
+        *,
+        boundaries: int,
+        page_size: int,
+        pool: PagePool,
+        accounts: Accounts | None = None,
+    ) -> None:
         self.total = boundaries
         """Boundaries the engine holds; 0 turns the cache off."""
         self.lookups = 0
@@ -110,6 +98,10 @@ class PrefixCache:
         self.evictions: Counter[str] = Counter()
         self.on_evict: Callable[[Entry, str], None] = lambda entry, cause: None
         """Told of every eviction and its cause."""
+        self.on_unpin: Callable[[Entry, Account, str], None] = lambda entry, account, cause: None
+        """Told to end an account's pins of an entry that others pin as well, and why."""
+        self.shelves = Shelves(accounts or Accounts(), boundaries=boundaries, pages=pool.total)
+        """Who keeps what."""
         self.events = KvEventLog()
         """Blocks that came and went."""
         self._page_size = page_size
@@ -120,6 +112,8 @@ class PrefixCache:
         """By the hash of an entry's last whole page."""
         self._under: dict[bytes, dict[int, Entry]] = {}
         """By the hash of every whole page of an entry."""
+        self._grouped: dict[int, Entry] = {}
+        """By boundary: those that a group waits for, or has waited for."""
         self._busy: list[Entry] = []
         self._drops: list[int] = []
         self._next_boundary = 1
@@ -204,9 +198,12 @@ class PrefixCache:
         mtp: bool,
         row: int,
         ready: bool,
+        tenant: str = "",
+        group: Group | None = None,
     ) -> Entry:
         """A new entry under a new boundary. Only after `make_boundary`. `pages` is a page table
-        that covers the tokens; `hashes` may be of more tokens than these."""
+        that covers the tokens; `hashes` may be of more tokens than these. `tenant`: who leaves it;
+        `group`: who waits for it."""
         entry = Entry(
             boundary=self._next_boundary,
             tokens=tokens,
@@ -215,12 +212,18 @@ class PrefixCache:
             hashes=list(hashes[: len(tokens) // self._page_size + 1]),
             row=row,
             ready=ready,
+            owner=self.shelves.accounts.keeper(tenant),
+            tenant=self.shelves.accounts.of(tenant),
+            group=group,
         )
         if len(self._entries) >= self.total:
             raise IntegrityError("more boundaries than the engine holds")
         self._next_boundary += 1
         self._pool.hold(entry.pages)
         self._entries[entry.boundary] = entry
+        self.shelves.add(entry)
+        if group is not None:
+            self._grouped[entry.boundary] = entry
         self._at.setdefault(entry.hashes[-1], {})[entry.boundary] = entry
         known = sum(chained in self._under for chained in entry.hashes[1:])
         for chained in entry.hashes[1:]:
@@ -246,6 +249,16 @@ class PrefixCache:
 
     def touch(self, entry: Entry) -> None:
         self._entries[entry.boundary] = self._entries.pop(entry.boundary)
+        self.shelves.touch(entry)
+
+    def pin(self, entry: Entry, session_id: str, tenant: str) -> None:
+        """A session of the tenant's pins it."""
+        self.shelves.pin(entry, session_id, self.shelves.accounts.keeper(tenant))
+
+    def unpin(self, entry: Entry, session_id: str) -> None:
+        """It does no longer, maybe because the entry is evicted."""
+        if entry.held:
+            self.shelves.unpin(entry, session_id)
 
     def planned(self) -> tuple[int, ...]:
         """The plan is made: boundaries to drop in it; what it used may be evicted from now on."""
@@ -260,18 +273,53 @@ class PrefixCache:
 
     # --- give up ---------------------------------------------------------------------------------
 
-    def make_boundary(self, most: Yield) -> bool:
-        """Have room for one more boundary, evicting one if need be."""
-        if len(self._entries) < self.total:
-            return True
-        for standing in Yield:
-            if standing > most:
-                break
-            for entry in self._entries.values():
-                if entry.standing == standing and not entry.busy:
-                    self.evict(entry, "boundaries")
-                    return True
-        return False
+    def make_boundary(self, most: Yield, tenant: str = "") -> bool:
+        """Have room for one more boundary, of this tenant's, evicting one if need be."""
+        newcomer = self.shelves.accounts.keeper(tenant)
+        while len(self._entries) >= self.total:
+            found = self._for_boundary(newcomer, most)
+            if found is None:
+                return False
+            self._give_up(*found, "boundaries")
+        return True
+
+    def _for_boundary(self, newcomer: Account, most: Yield) -> tuple[Account, Entry] | None:
+        if (stale := self._stale()) is not None:
+            return stale.owner, stale
+        for account in self.shelves.givers(newcomer):
+            for standing in (Yield.LOOSE, Yield.SESSIONS):
+                if account is newcomer and standing > most:
+                    break
+                for _, entry in self.shelves.line(account, standing):
+                    if not entry.busy and entry.standing == standing:
+                        return account, entry
+        if most >= Yield.AWAITED:
+            for entry in self._awaited():
+                if not entry.busy:
+                    return entry.owner, entry
+        return None
+
+    def _stale(self) -> Entry | None:
+        """The least recently used entry, if it is nobody's any more."""
+        entry = next(iter(self._entries.values()), None)
+        if entry is None or entry.busy or entry.standing is not Yield.LOOSE:
+            return None
+        return entry if self.shelves.stale(entry) else None
+
+    def _awaited(self) -> list[Entry]:
+        """Entries that somebody waits for, least recently used first."""
+        for boundary, entry in list(self._grouped.items()):
+            if entry.group is None or not entry.group.members:
+                del self._grouped[boundary]
+        waited = (e for e in self._grouped.values() if e.standing is Yield.AWAITED)
+        return sorted(waited, key=lambda entry: entry.used)
+
+    def _give_up(self, account: Account, entry: Entry, cause: str) -> None:
+        """The account gives an entry: it is evicted, or loses its pins when others pin it too."""
+        if set(entry.sessions.values()) - {account}:
+            self.on_unpin(entry, account, cause)
+        else:
+            self.evict(entry, cause)
 
     def can_make_room(
         self, pages: int, *, spare: Entry | None = None, most: Yield, margin: int = 0
@@ -291,40 +339,55 @@ class PrefixCache:
         if not self.can_make_room(pages, spare=spare, most=most, margin=margin):
             return False
         while not self._pool.can_allocate(pages):
-            self.evict(self._victim(spare, most), "pages")
+            self._give_up(*self._for_pages(spare, most), "pages")
         return True
 
     def evictable(self, most: Yield, *, spare: Entry | None = None, busy: bool = False) -> int:
         """Pages that evicting all one may evict would free. `busy`: what the plan being made uses
         counts as well."""
-        stay = [
-            self._pool.idle(entry.pages)
-            for entry in self._entries.values()
-            if entry is spare or (entry.busy and not busy) or entry.standing > most
-        ]
-        return self._pool.cached - (len(np.unique(np.concatenate(stay))) if stay else 0)
+        stay = [] if most >= Yield.AWAITED else self._awaited()
+        stay += [] if most >= Yield.SESSIONS else self.shelves.pinned()
+        stay += [] if spare is None else [spare]
+        stay += [] if busy else [entry for entry in self._busy if entry.held]
+        idle = [self._pool.idle(entry.pages) for entry in stay]
+        return self._pool.cached - (len(np.unique(np.concatenate(idle))) if idle else 0)
 
-    def _victim(self, spare: Entry | None, most: Yield) -> Entry:
-        """Whom to evict next for pages: by class, then one that frees some before one that shares
-        all it would free with another, then the least recently used."""
-        for standing in Yield:
-            if standing > most:
-                break
-            fallback: Entry | None = None
-            for entry in self._entries.values():
-                if entry is spare or entry.busy or entry.standing != standing:
-                    continue
-                if self._pool.sole(entry.pages):
-                    return entry
-                if fallback is None and len(self._pool.idle(entry.pages)):
-                    fallback = entry
-            if fallback is not None:
-                return fallback
+    def _for_pages(self, spare: Entry | None, most: Yield) -> tuple[Account, Entry]:
+        """Whom to evict next for pages: by account, then by class, then one that frees some before
+        one that shares all it would free with another, then the least recently used."""
+        stale = self._stale()
+        if stale is not None and stale is not spare and len(self._pool.idle(stale.pages)):
+            return stale.owner, stale
+        for account in self.shelves.by_pages():
+            for standing in (Yield.LOOSE, Yield.SESSIONS)[: most + 1]:
+                line = self.shelves.line(account, standing)
+                if (entry := self._frees(line, standing, spare)) is not None:
+                    return account, entry
+        if most >= Yield.AWAITED:
+            line = [(entry.used, entry) for entry in self._awaited()]
+            if (entry := self._frees(line, Yield.AWAITED, spare)) is not None:
+                return entry.owner, entry
         raise IntegrityError("pages to evict were promised and there are none")
+
+    def _frees(self, line: Line, standing: Yield, spare: Entry | None) -> Entry | None:
+        fallback: Entry | None = None
+        passed = 0
+        for _, entry in line:
+            if entry is spare or entry.busy or entry.standing != standing:
+                continue
+            if self._pool.sole(entry.pages):
+                return entry
+            if passed == MOST_SHARED:
+                break
+            if len(self._pool.idle(entry.pages)):
+                fallback, passed = fallback or entry, passed + 1
+        return fallback
 
     def evict(self, entry: Entry, cause: str) -> None:
         """Forget an entry; its boundary is dropped with the next plan."""
         del self._entries[entry.boundary]
+        self._grouped.pop(entry.boundary, None)
+        self.shelves.remove(entry)
         entry.held = False
         _unlist(self._at, entry.hashes[-1], entry)
         for chained in entry.hashes[1:]:
@@ -369,6 +432,14 @@ class PrefixCache:
             _check(entry.ready or not idle, f"{name} is still being saved")
             _check(not entry.busy, f"{name} is in use by no plan")
         _check(at == self._at and under == self._under, "the prefix index is not of the entries")
+        self.shelves.integrity(self._entries.values())
+        _check(
+            [e.used for e in self._entries.values()]
+            == sorted(e.used for e in self._entries.values()),
+            "entries are not in the order of their use",
+        )
+        awaited = {b for b, e in self._entries.items() if e.standing is Yield.AWAITED}
+        _check(awaited <= set(self._grouped) <= set(self._entries), "who is awaited is off")
         _check(not set(self._drops) & set(self._entries), "an entry's boundary is to be dropped")
 
 

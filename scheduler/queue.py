@@ -103,10 +103,13 @@ class WaitingQueue:
             sequence.charged = True
             self.charge(sequence, len(sequence.prompt) - sequence.cached)
 
-    def row_freed(self, sequence: Sequence) -> None:
+    def row_freed(self, sequence: Sequence, now: float) -> None:
         """The row it had was given back."""
         tenant = self.tenants.of(sequence.request.tenant)
         tenant.rows -= 1
+        began = None if sequence.preemptions else sequence.started_at
+        if tenant.policy.max_rows is not None and sequence.cause is not None and began is not None:
+            tenant.row_times.append(now - began)
         self._update(tenant)
         self.tenants.rest(tenant)
 
@@ -226,6 +229,13 @@ class WaitingQueue:
                 requests += sum(len(other.lines[higher.level]) for *_, other in higher.order)
                 work += sum(other.work[higher.level] for *_, other in higher.order)
         return requests, work
+
+    def own_ahead(self, tenant: str, asked: Priority) -> int:
+        """Requests of the same tenant that go before one that came now."""
+        mine, level = self.tenants.find(tenant), self.priority_of(tenant, asked)
+        if mine is None:
+            return 0
+        return sum(len(line) for its, line in mine.lines.items() if its >= level)
 
     @property
     def returned(self) -> int:

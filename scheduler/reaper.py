@@ -54,7 +54,7 @@ class Reaper:
                 keep.append(KeepRow(row=sequence.row, boundary=entry.boundary, pages=entry.pages))
             del self._rows[sequence.row]
             self._memory.free(sequence)
-            self._queue.row_freed(sequence)
+            self._queue.row_freed(sequence, now)
         for sequence in preempted:
             self._requeue(sequence, now)
         return tuple(keep), ids

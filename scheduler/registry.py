@@ -65,7 +65,7 @@ class Registry:
         """Raises InvalidRequestError, QueueFullError or NotRunningError; nothing of the request
         remains then."""
         if self.closed is not None:
-            self._meter.refused["not_running"] += 1
+            self._meter.refuse("not_running", self._queue.tenants.label(request.tenant))
             raise NotRunningError(self.closed)
         try:
             if request.request_id in self._live:
@@ -73,10 +73,10 @@ class Registry:
             prompt = validate(request, self._limits)
             self._door.fits(request, len(prompt))
         except InvalidRequestError:
-            self._meter.refused["invalid"] += 1
+            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
             raise
         if refusal := self._door.refusal(request, len(prompt), now):
-            self._meter.refused[refusal.reason] += 1
+            self._meter.refuse(refusal.reason, self._queue.tenants.label(request.tenant))
             raise refusal
         sequence = self._sequence(request, prompt, now)
         if request.session_id is not None:
@@ -100,7 +100,7 @@ class Registry:
         try:
             self._groups.join(sequence)
         except InvalidRequestError:
-            self._meter.refused["invalid"] += 1
+            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
             raise
         sequence.work = 1 if self._groups.follows(sequence) else len(prompt)
         return sequence

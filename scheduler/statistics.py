@@ -48,8 +48,12 @@ class Statistics:
     """Boundaries of the engine they take: one each."""
     boundaries_total: int
     """Boundaries the engine has memory for; 0 when nothing is kept."""
+    boundaries_by_tenant: Mapping[str, int]
+    """Boundaries used, by tenant: those with a policy of their own, and "other"."""
     sessions: int
     """Sessions with a pinned prefix."""
+    sessions_by_tenant: Mapping[str, int]
+    """The same, by tenant as above."""
     tokens_per_second: float
     """Generated tokens, over `SchedulerConfig.rate_window_s`."""
     prompt_tokens_per_second: float
@@ -75,6 +79,8 @@ class Statistics:
     """Requests accepted."""
     refused: Mapping[str, int]
     """By reason: those of `Refusal`, invalid, not_running."""
+    refused_by_tenant: Mapping[tuple[str, str], int]
+    """The same by (tenant, reason): tenants as above. Those that have occurred."""
     finished: Mapping[FinishReason, int]
     prompt_tokens: int
     """Prompt tokens prefilled."""
@@ -127,8 +133,8 @@ class Statistics:
     recomputed_tokens: int
     """Positions that were computed again, or are about to be, after preemptions."""
     sessions_ended: Mapping[str, int]
-    """Pins that ended before their client said so, by cause: ttl, max_sessions, or that of an
-    eviction."""
+    """Pins that ended before their client said so, by cause: ttl, max_sessions,
+    tenant_max_sessions, or that of an eviction."""
 
 
 class Rate:
@@ -164,6 +170,7 @@ class Meter:
     def __init__(self, *, window_s: float) -> None:
         self.submitted = 0
         self.refused: Counter[str] = Counter()
+        self.refused_by_tenant: Counter[tuple[str, str]] = Counter()
         self.finished: Counter[FinishReason] = Counter()
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -183,6 +190,11 @@ class Meter:
         self.prefilled = Rate(window_s)
         self._drafted = [0] * (MAX_DEPTH + 1)
         self._accepted = [0] * (MAX_DEPTH + 1)
+
+    def refuse(self, reason: str, tenant: str) -> None:
+        """A request was refused; `tenant` as in statistics."""
+        self.refused[reason] += 1
+        self.refused_by_tenant[tenant, str(reason)] += 1
 
     def row(self, result: RowResult) -> None:
         if result.drafted:
@@ -234,6 +246,7 @@ class Meter:
         return {
             "submitted": self.submitted,
             "refused": dict(self.refused),
+            "refused_by_tenant": dict(self.refused_by_tenant),
             "finished": dict(self.finished),
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,

@@ -18,7 +18,7 @@ with P the longest prompt, M what all rows of a tenant may still generate, and w
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,6 +27,7 @@ from scheduler.config import TenantPolicy
 from scheduler.pages import IntegrityError
 from scheduler.request import Priority
 from scheduler.sequence import Sequence
+from scheduler.throughput import SAMPLES
 
 Line = list[tuple[int, Sequence]]
 """(arrival number, sequence) in order of arrival."""
@@ -62,6 +63,8 @@ class Tenant:
     """Prompt tokens in its lines."""
     rows: int = 0
     """Rows that hold device state for it."""
+    row_times: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    """Seconds for which its latest rows were held, when their number is limited."""
 
     @property
     def queued(self) -> int:

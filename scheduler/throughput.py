@@ -7,14 +7,19 @@ times do not overlap, and a request behind n others with w tokens waits about
     w * (seconds for budget per prompt token) + n * (seconds for room per start)
 
 Time in which nobody waited says nothing about what this machine can do, and is left out.
+
+A tenant that may run m rows waits for its own, too, however fast the queue moves: with n of its own
+before it, a request starts when the (n mod m)-th of the rows there are has ended, and n div m times
+as long as a row of its takes after that (`own_turn`). What holds is the longer of the two waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from math import sqrt
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import Final, NamedTuple
 
 SAMPLES: Final = 64
@@ -100,6 +105,22 @@ class Throughput:
         """Share of the expected prompt tokens that was not kept from before."""
         expected = sum(e for _, e in self._started)
         return sum(p for p, _ in self._started) / expected if expected else 1.0
+
+
+def own_turn(times: Sequence[float], held: Iterable[float], *, most: int, ahead: int) -> Estimate:
+    """Seconds until a tenant's request starts that has `ahead` others of the tenant's before it and
+    waits for nothing but its `most` rows. `times`: seconds that earlier rows of the tenant's were
+    held; `held`: those that are there have been so far, inf for one that is about to go. 0 when too
+    little is known, or a row is free."""
+    if len(times) < LEAST:
+        return Estimate(0.0, 0.0)
+    rest = [[t - so_far for t in times if t > so_far] or [0.0] for so_far in held]
+    free = [0.0] * (most - len(rest))
+    rounds, index = divmod(ahead, most)
+    likely = sorted(free + [mean(left) for left in rest])[index] + rounds * mean(times)
+    least = sorted(free + [min(left) for left in rest])[index]
+    spread = 2 * pstdev(times) * sqrt(ahead) / most  # of the sum of so many, two deviations
+    return Estimate(likely, least + max(0.0, rounds * _fast(mean(times), len(times)) - spread))
 
 
 def _fast(seconds: float, samples: int) -> float:

@@ -107,6 +107,7 @@ def serve(
             "session_ttl_s": session_ttl,
             "max_token_gap_s": None if max_token_gap is None else parse_seconds(max_token_gap),
             "prefill_share": prefill_share,
+            "share_kept": share_prefixes,
             **_tenants(tenants),
         },
         context=context,

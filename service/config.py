@@ -40,9 +40,10 @@ class GrammarLimits:
     memory_bytes: int = 1 << 30
     """Address space of the process that tries a grammar first (where the system can limit it)."""
     at_once: int = 2
-    """Grammars compiled at the same time."""
+    """Grammars compiled at the same time. Where tenants have policies, one tenant has at most all
+    but one of these turns; with a single one, others wait for its grammar to end."""
     cached: int = 64
-    """Compiled grammars kept, the least recently used one goes first."""
+    """Compiled grammars kept; the least recently used one goes of the tenant that has most."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_chars", "max_depth", "at_once", "cached")

@@ -83,7 +83,7 @@ async def prepare(
         eos_ids=backend.tokenizer.eos_ids,
     )
     ids = await _generate_input(request, backend, complain, limits)
-    grammar = await _grammar(request.sampling_params, options, backend.grammars, complain)
+    grammar = await _grammar(request.sampling_params, options, backend.grammars, complain, tenant)
     max_tokens = 1
     if ids is not None:
         path = request.WhichOneof("input") or "input"
@@ -141,12 +141,16 @@ def _sequences(
 
 
 async def _grammar(
-    params: pb.SamplingParams, options: Options, grammars: Grammars, complain: Complain
+    params: pb.SamplingParams,
+    options: Options,
+    grammars: Grammars,
+    complain: Complain,
+    tenant: str,
 ) -> CompiledGrammar | None:
     if options.form is None:
         return None
     try:
-        return await grammars.compile(options.form, getattr(params, options.form))
+        return await grammars.compile(options.form, getattr(params, options.form), tenant)
     except GrammarError as error:
         complain(f"sampling_params.{options.form}", str(error))
         return None

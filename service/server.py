@@ -233,7 +233,10 @@ class Server:
             self.metrics.model_loaded(info, name)
             self._note(info, tokenizer)
             grammars = Grammars(
-                tokenizer, vocab_size=info.vocab_size, limits=self._config.limits.grammar
+                tokenizer,
+                vocab_size=info.vocab_size,
+                limits=self._config.limits.grammar,
+                tenants=self._config.scheduler.tenants,
             )
             await anyio.to_thread.run_sync(grammars.prepare, abandon_on_cancel=True)
             backend = Backend(

@@ -55,9 +55,10 @@ def read_tenants(text: str) -> dict[str, Any]:
         max_queued_tokens = 20000
 
         [tenants.search]
-        weight = 4.0           # share of served tokens, relative to others'
+        weight = 4.0           # share of served tokens and of kept prefixes, relative to others'
         max_rows = 8
         max_queued_tokens = 100000
+        max_sessions = 20
         max_priority = "default"   # batch, default or interactive
 
     What is absent takes the default of `TenantPolicy`. Raises SettingError naming the key and its
@@ -115,6 +116,7 @@ _FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "weight": _number,
     "max_rows": _count,
     "max_queued_tokens": _count,
+    "max_sessions": _count,
     "max_priority": _priority,
 }
 

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from service.config import GrammarLimits
 from service.text.constraint import CompiledGrammar, GrammarError, Vocabulary, one_line
 from service.text.tokenizer import Tokenizer
+from service.text.turns import Turns
 
 Form = Literal["json_schema", "regex", "grammar"]
 """The fields of the API that constrain a text."""
@@ -38,7 +40,12 @@ _MAX_SPACE: Final = 20
 
 
 class Grammars:
-    """Compiles the grammars of one server's requests, off its event loop, and keeps some."""
+    """Compiles the grammars of one server's requests, off its event loop, and keeps some.
+
+    Tenants with a policy, and all others together, share both fairly: each may use what others
+    leave. When a kept grammar must go, it is one of the tenant that has most of them; no tenant
+    finds what another left, nor can tell whether it did. Turns at compiling are `Turns`.
+    """
 
     def __init__(
         self,
@@ -46,14 +53,18 @@ class Grammars:
         *,
         vocab_size: int,
         limits: GrammarLimits | None = None,
+        tenants: Collection[str] = (),
     ) -> None:
+        """`tenants`: those with a policy."""
         self.limits = limits or GrammarLimits()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._cache: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._tenants = frozenset(tenants)
+        self._cache: dict[str, OrderedDict[bytes, CompiledGrammar]] = {}
+        """By tenant; of those that have any."""
+        self._turns = Turns(self.limits.at_once, reserve=bool(self._tenants))
 
     def prepare(self) -> None:
         """Builds what all grammars share; idempotent. `compile` would do it, but for a vocabulary
@@ -71,30 +82,38 @@ class Grammars:
         """The model has an end token, without which no text is ever complete."""
         return any(token < self._vocab_size for token in self._tokenizer.eos_ids)
 
-    async def compile(self, form: Form, text: str) -> CompiledGrammar:
+    async def compile(self, form: Form, text: str, tenant: str = "") -> CompiledGrammar:
         """Raises GrammarError: too large, broken, beyond the limits, or no text satisfies it."""
         self._check_size(form, text)
+        tenant = tenant if tenant in self._tenants else ""
         key = hashlib.sha256(f"{form}\0{text}".encode()).digest()
-        if (known := self._cached(key)) is not None:
+        if (known := self._cached(tenant, key)) is not None:
             return known
         await anyio.to_thread.run_sync(self.prepare, abandon_on_cancel=True)
         assert self._vocabulary is not None
         vocabulary = self._vocabulary
-        self._limiter = self._limiter or anyio.CapacityLimiter(self.limits.at_once)
         with anyio.move_on_after(self.limits.timeout_s):
-            async with self._limiter:
-                if (known := self._cached(key)) is None:
+            async with self._turns.turn(tenant):
+                if (known := self._cached(tenant, key)) is None:
                     known = await self._compile(form, text, vocabulary)
-                    self._cache[key] = known
-            while len(self._cache) > self.limits.cached:
-                self._cache.popitem(last=False)
+                    self._keep(tenant, key, known)
             return known
         raise GrammarError(f"takes longer than {self.limits.timeout_s:g} s to compile")
 
-    def _cached(self, key: bytes) -> CompiledGrammar | None:
-        if key in self._cache:
-            self._cache.move_to_end(key)
-        return self._cache.get(key)
+    def _cached(self, tenant: str, key: bytes) -> CompiledGrammar | None:
+        mine = self._cache.get(tenant, OrderedDict())
+        if key in mine:
+            mine.move_to_end(key)
+        return mine.get(key)
+
+    def _keep(self, tenant: str, key: bytes, grammar: CompiledGrammar) -> None:
+        """Of those that have most, whoever keeps one more gives one, if it is among them."""
+        self._cache.setdefault(tenant, OrderedDict())[key] = grammar
+        while sum(map(len, self._cache.values())) > self.limits.cached:
+            giver = max(self._cache, key=lambda name: (len(self._cache[name]), name == tenant))
+            self._cache[giver].popitem(last=False)
+            if not self._cache[giver]:
+                del self._cache[giver]
 
     def _check_size(self, form: Form, text: str) -> None:
         if len(text) > self.limits.max_chars:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.request import (
@@ -48,7 +51,7 @@ def refusal(bench: Bench, **others: Any) -> QueueFullError:
 
 def starts_in(bench: Bench, **others: Any) -> float:
     options = {"prompt": PROMPT, "max_tokens": OUTPUT, **others}
-    return bench.core._door.starts_in(make_request("asks", **options)).likely
+    return bench.core._door.starts_in(make_request("asks", **options), bench.now).likely
 
 
 def test_without_evidence_nobody_is_refused() -> None:
@@ -134,6 +137,87 @@ def test_after_the_delay_there_is_time() -> None:
     end = bench.streams["r"].finished
     assert end is not None
     assert end.usage.started_at is not None, "the deadline was not met after all"
+
+
+LIMITED = {"t": TenantPolicy(max_rows=1), "free": TenantPolicy()}
+
+
+def test_a_tenants_own_rows_are_waited_for() -> None:
+    """One row, 20 tokens each: five ahead take some 100 steps, though the machine is idle."""
+    bench = loaded(tenants=LIMITED)
+    fill(bench, 12, "before", tenant="t")
+    bench.run()
+    fill(bench, 6, tenant="t")
+    bench.step()
+    assert refusal(bench, left=50 * TICK_S, tenant="t").reason is Refusal.DEADLINE
+    assert ask(bench, left=200 * TICK_S, tenant="t")
+    assert ask(bench, "other", left=TICK_S, tenant="free")
+    bench.finish()
+
+
+def test_a_full_tenants_delay_is_that_of_its_rows() -> None:
+    policies = {"t": TenantPolicy(max_rows=1, max_queued_tokens=4 * PROMPT)}
+    bench = loaded(tenants=policies)
+    for _ in range(10):
+        ask(bench, f"b{len(bench.streams)}", tenant="t")
+        bench.run()
+    ask(bench, "runs", tenant="t")
+    bench.step()
+    fill(bench, 4, tenant="t")
+    error = refusal(bench, tenant="t", prompt=2 * PROMPT)
+    assert error.reason is Refusal.TENANT_QUEUED_TOKENS
+    due = bench.now + error.retry_after_s + 3 * TICK_S
+    while bench.now < due:
+        bench.step()
+    assert ask(bench, "again", tenant="t", prompt=2 * PROMPT), "two of its own have started"
+    bench.finish()
+
+
+@settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(seed=st.integers(0, 2**32), most=st.integers(1, 3), busy=st.booleans())
+def test_who_is_refused_for_a_limit_of_rows_would_have_missed(
+    seed: int, most: int, busy: bool
+) -> None:
+    """Random outputs, with others on the machine or not. At most one in ten would have started
+    earlier than the least estimate, before which calls are refused; of those let in with a deadline
+    a third beyond the likely one, at least two in three start in time."""
+    rng = random.Random(seed)
+    config = SchedulerConfig(
+        depth=0,
+        prefill_chunk=32,
+        max_queue=100,
+        max_queued_tokens=10**5,
+        tenants={"t": TenantPolicy(max_rows=most)},
+    )
+    bench = Bench(engine=small_engine(max_rows=6, boundaries=0, pages=200), config=config)
+    bench.core.integrity = lambda *, idle=False: None  # type: ignore[method-assign]
+    asked: dict[str, tuple[float, float, float]] = {}
+    for number in range(500):
+        tenant = bench.core._queue.tenants.find("t")
+        if (tenant is None or tenant.queued < 8) and rng.random() < 0.3:
+            request = make_request(
+                f"t{number}", prompt=PROMPT, max_tokens=rng.randint(1, 40), tenant="t"
+            )
+            likely, least = bench.core._door.starts_in(request, bench.now)
+            if number > 200:
+                asked[request.request_id] = (bench.now, likely, least)
+            bench.submit(request)
+        if busy and rng.random() < 0.15:
+            ask(bench, f"o{number}", max_tokens=rng.randint(1, 30))
+        bench.step()
+    bench.run()
+    early = late = 0
+    for name, (now, likely, least) in asked.items():
+        end = bench.streams[name].finished
+        assert end is not None
+        assert end.usage.started_at is not None
+        waited = end.usage.started_at - now
+        early += waited < least
+        late += waited > likely * 4 / 3 + 4 * TICK_S
+    assert len(asked) >= 10
+    assert any(least > 10 * TICK_S for _, _, least in asked.values())
+    assert early <= len(asked) / 10
+    assert late <= len(asked) / 3
 
 
 @pytest.mark.parametrize("prompt", [4, 16, 56])

@@ -47,7 +47,7 @@ def rows_of_a_tenant_are_not_limited(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_are_freed_and_still_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitingQueue, "row_freed", lambda self, sequence: None)
+    patch.setattr(WaitingQueue, "row_freed", lambda self, sequence, now: None)
 
 
 def classes_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -184,6 +184,24 @@ def a_prompt_beyond_its_tenants_bound_is_refused_for_now(patch: pytest.MonkeyPat
     patch.setattr(Door, "fits", lambda self, request, prompt_tokens: None)
 
 
+def own_rows_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "own_ahead", lambda self, tenant, asked: 0)
+
+
+def rows_are_held_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Those that have run for a while are taken for new ones, and for longer than they are."""
+
+    def own(times: Any, held: Any, *, most: int, ahead: int) -> Estimate:
+        rounds = ahead // most + 1
+        return Estimate(rounds * max(times, default=0), rounds * max(times, default=0))
+
+    patch.setattr("scheduler.door.own_turn", own)
+
+
+def a_full_tenants_delay_is_everybodys(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "_own_turn", lambda self, name, ahead, now: Estimate(0.0, 0.0))
+
+
 def waiting_for_room_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     def fill(self: PrefillPlanner, *args: Any) -> Waits:
         waits = fill_well(self, *args)
@@ -201,6 +219,9 @@ def whom(test: Callable[..., Any], *args: Any) -> Callable[[], object]:
 starved = whom(test_order.test_starvation_is_bounded, 1, Priority.BATCH)
 shares = whom(test_order.test_shares_follow_weights, 1, [1.0, 3.0], True)
 trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
+limited = whom(
+    test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1, 2, False
+)
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (credit_is_banked, test_turns.test_time_without_work_earns_no_credit),
@@ -246,6 +267,13 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (
         a_prompt_beyond_its_tenants_bound_is_refused_for_now,
         test_admission.test_a_tenant_has_its_own_bound,
+    ),
+    (own_rows_are_not_waited_for, test_admission.test_a_tenants_own_rows_are_waited_for),
+    (own_rows_are_not_waited_for, limited),
+    (rows_are_held_for_ever, limited),
+    (
+        a_full_tenants_delay_is_everybodys,
+        test_admission.test_a_full_tenants_delay_is_that_of_its_rows,
     ),
     (waiting_for_room_is_not_noticed, test_admission.test_who_would_start_too_late_is_refused),
 ]

@@ -18,6 +18,7 @@ from scheduler.prefill import PrefillPlanner
 from scheduler.prefix import Entry, PrefixCache, Yield
 from scheduler.reaper import Reaper
 from scheduler.sequence import Sequence
+from scheduler.shares import Account
 from tests.scheduler import test_prefix, test_sessions
 from tests.scheduler.mutations import (
     Mutations,
@@ -205,7 +206,11 @@ def what_a_broken_row_left_is_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_session_pins_nothing(patch: pytest.MonkeyPatch) -> None:
+    def places(entry: Entry) -> list[tuple[Account, Yield]]:
+        return [(account, Yield.LOOSE) for account in entry.holders]
+
     patch.setattr(Entry, "standing", property(lambda self: Yield.LOOSE))
+    patch.setattr("scheduler.shelves._places", places)
 
 
 def pins_never_yield(patch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class Line:
 
     def end(self, sequence: Sequence) -> None:
         del self.rows[sequence.row]
-        self.queue.row_freed(sequence)
+        self.queue.row_freed(sequence, 0.0)
         self.queue.integrity(self.rows)
 
     def may_start(self, sequence: Sequence) -> bool:

@@ -175,6 +175,7 @@ max_queued_tokens = 2000
 weight = 4
 max_rows = 8
 max_priority = "default"
+max_sessions = 20
 
 [tenants."a.b"]
 """
@@ -184,7 +185,9 @@ def test_a_file_of_tenants() -> None:
     assert read_tenants(GOOD) == {
         "default_tenant": TenantPolicy(max_queued_tokens=2000),
         "tenants": {
-            "search": TenantPolicy(weight=4.0, max_rows=8, max_priority=Priority.DEFAULT),
+            "search": TenantPolicy(
+                weight=4.0, max_rows=8, max_priority=Priority.DEFAULT, max_sessions=20
+            ),
             "a.b": TenantPolicy(),
         },
     }
@@ -206,6 +209,7 @@ MANY = "\n".join(f"[tenants.t{number}]" for number in range(MAX_TENANTS + 1))
         ("[tenants.a]\nweight = true", "tenants.a.weight", "must be a number"),
         ("[tenants.a]\nmax_rows = 1.5", "tenants.a.max_rows", "must be an integer >= 1"),
         ("[default]\nmax_rows = 0", "default", "max_rows must be >= 1"),
+        ("[default]\nmax_sessions = 0", "default", "max_sessions must be >= 1"),
         ("[default]\nmax_priority = 'high'", "default.max_priority", "batch, default, inter"),
         ("[tenants]\na = 1", "tenants.a", "must be a table"),
         ('[tenants."a b"]', "tenants.a b", "1 … 64 characters"),

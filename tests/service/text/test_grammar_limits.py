@@ -148,7 +148,7 @@ async def test_compiled_grammars_are_kept_and_few() -> None:
     assert await grammars.compile("regex", "a") is first
     await grammars.compile("regex", "c")  # b was used longest ago
     assert await grammars.compile("regex", "a") is first
-    assert len(grammars._cache) == 2
+    assert sum(map(len, grammars._cache.values())) == 2
     # The same text in another form is another grammar.
     lark = await grammars.compile("grammar", 'start: "a"')
     assert lark is not await grammars.compile("regex", 'start: "a"')
