@@ -324,6 +324,31 @@ def test_a_tenant_has_its_own_bound() -> None:
     bench.finish()
 
 
+@pytest.mark.parametrize("bound", [{"max_queue": 16}, {"max_queued_tokens": 16 * PROMPT}])
+def test_a_flood_does_not_shut_the_door_on_others(bound: dict[str, Any]) -> None:
+    """Of 16 places a tenant has a right to four; the last two are for who has fewer waiting."""
+    tenants = {name: TenantPolicy() for name in "abc"}
+    bench = Bench(engine=small_engine(), config=SchedulerConfig(tenants=tenants, **bound))
+    fill(bench, 14, tenant="b")
+    error = refusal(bench, tenant="b")
+    assert error.limit.endswith("for tenants below their share)")
+    assert error.retry_after_s > 0
+    fill(bench, 1, "a", tenant="a")
+    fill(bench, 1, "x", tenant="x")
+    assert refusal(bench, tenant="a").reason in (Refusal.MAX_QUEUE, Refusal.MAX_QUEUED_TOKENS)
+    assert "share" not in refusal(bench, tenant="a").limit
+    seen = bench.core.statistics(0).refused_by_tenant
+    assert {tenant: count for (tenant, _), count in seen.items()} == {"b": 1, "a": 2}
+    bench.finish()
+
+
+def test_without_policies_the_whole_queue_is_anybodys() -> None:
+    bench = Bench(engine=small_engine(), config=SchedulerConfig(max_queue=16))
+    fill(bench, 16, tenant="b")
+    assert refusal(bench, tenant="a").limit == "max_queue (16 requests)"
+    bench.finish()
+
+
 def test_a_default_tenant_policy_is_for_each() -> None:
     config = SchedulerConfig(default_tenant=TenantPolicy(max_queued_tokens=10))
     bench = Bench(engine=small_engine(), config=config)
