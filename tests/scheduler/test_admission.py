@@ -180,7 +180,7 @@ def test_who_is_refused_for_a_limit_of_rows_would_have_missed(
 ) -> None:
     """Random outputs, with others on the machine or not. At most one in ten would have started
     earlier than the least estimate, before which calls are refused; of those let in with a deadline
-    a third beyond the likely one, at least two in three start in time."""
+    a third beyond the likely one, at least one in two starts in time."""
     rng = random.Random(seed)
     config = SchedulerConfig(
         depth=0,
@@ -217,7 +217,7 @@ def test_who_is_refused_for_a_limit_of_rows_would_have_missed(
     assert len(asked) >= 10
     assert any(least > 10 * TICK_S for _, _, least in asked.values())
     assert early <= len(asked) / 10
-    assert late <= len(asked) / 3
+    assert late <= len(asked) / 2
 
 
 @pytest.mark.parametrize("prompt", [4, 16, 56])
