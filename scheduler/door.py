@@ -1,9 +1,15 @@
-"""The door: may this request wait here, and if not, when is it worth asking again?"""
+"""The door: may this request wait here, and if not, when is it worth asking again?
+
+Where tenants have policies, the last eighth of the queue, in requests and in tokens, is kept for
+those that have less waiting than their share of it by weight (all others are one, as in
+`scheduler.shares`, whether or not they have anything): one tenant's flood does not shut the door on
+everybody.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil, inf
+from math import ceil, fsum, inf
 from typing import Final
 
 from scheduler.config import SchedulerConfig
@@ -39,6 +45,8 @@ class Door:
         self._tables = tables
         self._meter = meter
         self._throughput = throughput
+        policies = (*config.tenants.values(), config.default_tenant)
+        self._weights = fsum(policy.weight for policy in policies)
 
     def fits(self, request: GenerationRequest, prompt_tokens: int) -> None:
         """Raises InvalidRequestError when its tenant may never have such a prompt."""
@@ -54,25 +62,36 @@ class Door:
     ) -> QueueFullError | None:
         """Why this request may not wait, with a delay from measured throughput; None if it may."""
         return (
-            self._requests(now)
-            or self._tokens(prompt_tokens, now)
+            self._requests(request.tenant, now)
+            or self._tokens(request.tenant, prompt_tokens, now)
             or self._tenant(request.tenant, prompt_tokens, now)
             or self._deadline(request, now)
         )
 
-    def _requests(self, now: float) -> QueueFullError | None:
-        most = self._config.max_queue
-        if len(self._queue) < most:
-            return None
-        return self._refuse(Refusal.MAX_QUEUE, f"max_queue ({most} requests)", 1, now)
+    def _kept(self, name: str, waiting: Mapping[str, int], most: int) -> int:
+        """How much of the queue is not for this tenant now."""
+        tenants = self._queue.tenants
+        share = most * tenants.policy(name).weight / self._weights
+        beyond = bool(self._config.tenants) and waiting.get(tenants.label(name), 0) >= share
+        return most // 8 if beyond else 0
 
-    def _tokens(self, prompt_tokens: int, now: float) -> QueueFullError | None:
+    def _requests(self, name: str, now: float) -> QueueFullError | None:
+        most = self._config.max_queue
+        kept = self._kept(name, self._queue.requests_of, most)
+        leaving = len(self._queue) + 1 - (most - kept)
+        if leaving <= 0:
+            return None
+        text = f"max_queue ({most} requests{_for_others(kept)})"
+        return self._refuse(Refusal.MAX_QUEUE, text, leaving if kept else 1, now)
+
+    def _tokens(self, name: str, prompt_tokens: int, now: float) -> QueueFullError | None:
         most = self._config.max_queued_tokens
-        excess = self._queue.tokens + prompt_tokens - most
+        kept = self._kept(name, self._queue.tokens_of, most)
+        excess = self._queue.tokens + prompt_tokens - (most - kept)
         if excess <= 0:
             return None
         leaving = ceil(excess / self._queue.tokens * len(self._queue))
-        text = f"max_queued_tokens ({most} prompt tokens)"
+        text = f"max_queued_tokens ({most} prompt tokens{_for_others(kept)})"
         return self._refuse(Refusal.MAX_QUEUED_TOKENS, text, leaving, now)
 
     def _tenant(self, name: str, prompt_tokens: int, now: float) -> QueueFullError | None:
@@ -150,6 +169,10 @@ class Door:
         return QueueFullError(
             reason, limit, _clamped(leaving * self._meter.seconds_per_request(now))
         )
+
+
+def _for_others(kept: int) -> str:
+    return f", the last {kept} for tenants below their share" if kept else ""
 
 
 def _clamped(seconds: float) -> float:

@@ -11,7 +11,8 @@ Order, first to last:
 3. Arrival.
 
 A tenant at its `max_rows` is passed over. So is a member of a group that waits for another's
-prefill; beyond `MOST_PASSED` of those the step looks no further, which starves nobody: they wait
+prefill; beyond `MOST_PASSED` of those the step looks no further (beyond a quarter of it of one
+tenant with a policy, or of all others, at that one's no more), which starves nobody: they wait
 for a row that runs.
 
 Starvation is bounded: `(INTERACTIVE - class) * ageing_s` seconds after its arrival a request is in
@@ -27,6 +28,7 @@ each request two changes in its life. A step looks only at those it starts or pa
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -49,6 +51,9 @@ class WaitingQueue:
         self._config = config
         self.tokens = 0
         """Prompt tokens waiting."""
+        self.requests_of: Counter[str] = Counter()
+        self.tokens_of: Counter[str] = Counter()
+        """Requests and prompt tokens waiting, by `Tenants.label`."""
         self._waiting: dict[str, Sequence] = {}
         self._by_class: dict[Priority, Line] = {priority: [] for priority in Priority}
         """By the class asked for, in order of arrival."""
@@ -122,6 +127,9 @@ class WaitingQueue:
     def _add(self, sequence: Sequence) -> None:
         tenant = self.tenants.of(sequence.request.tenant)
         self._waiting[sequence.request_id] = sequence
+        label = self.tenants.label(tenant.name)
+        self.requests_of[label] += 1
+        self.tokens_of[label] += len(sequence.prompt)
         self.tokens += len(sequence.prompt)
         tenant.tokens += len(sequence.prompt)
         insort(self._by_class[sequence.priority], (sequence.arrival, sequence))
@@ -131,6 +139,9 @@ class WaitingQueue:
     def _take(self, sequence: Sequence) -> Tenant:
         tenant = self.tenants.of(sequence.request.tenant)
         del self._waiting[sequence.request_id]
+        label = self.tenants.label(tenant.name)
+        self.requests_of[label] -= 1
+        self.tokens_of[label] -= len(sequence.prompt)
         self.tokens -= len(sequence.prompt)
         tenant.tokens -= len(sequence.prompt)
         _delete(self._by_class[sequence.priority], sequence)
@@ -170,7 +181,8 @@ class WaitingQueue:
         the one it came with. Each must be started or passed over before the next is asked for; who
         is started was charged, so the order follows."""
         self._age(now)
-        passed = 0
+        passed: Counter[str] = Counter()
+        most_of_one = MOST_PASSED // 4 if self._config.tenants else MOST_PASSED
         for level, turns in self._turns.items():
             last: dict[str, int] = {}
             """Arrival number of the last that was passed over, by tenant."""
@@ -178,7 +190,8 @@ class WaitingQueue:
             while index < len(turns.order):
                 tenant = turns.order[index][2]
                 sequence = _after(tenant.lines[level], last.get(tenant.name, -1))
-                if sequence is None:
+                label = self.tenants.label(tenant.name)
+                if sequence is None or passed[label] == most_of_one:
                     index += 1
                     continue
                 yield sequence
@@ -186,8 +199,8 @@ class WaitingQueue:
                     index = 0
                     continue
                 last[tenant.name] = sequence.arrival
-                passed += 1
-                if passed == MOST_PASSED:
+                passed[label] += 1
+                if passed.total() == MOST_PASSED:
                     return
 
     def _age(self, now: float) -> None:
@@ -262,6 +275,11 @@ class WaitingQueue:
         let_in = [sequence for sequence in waiting if not sequence.returned]
         beyond = len(let_in) > self._config.max_queue
         beyond |= sum(len(s.prompt) for s in let_in) > self._config.max_queued_tokens
+        of: Counter[str] = Counter(self.tenants.label(s.request.tenant) for s in waiting)
+        weight: Counter[str] = Counter()
+        for s in waiting:
+            weight[self.tenants.label(s.request.tenant)] += len(s.prompt)
+        beyond |= (+self.requests_of, +self.tokens_of) != (of, weight)
         if self.tokens != tokens or beyond:
             raise IntegrityError("the queue's counts are off or beyond its bounds")
         if any(sequence.started or sequence.cause for sequence in waiting):

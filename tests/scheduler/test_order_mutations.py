@@ -184,6 +184,18 @@ def a_prompt_beyond_its_tenants_bound_is_refused_for_now(patch: pytest.MonkeyPat
     patch.setattr(Door, "fits", lambda self, request, prompt_tokens: None)
 
 
+def a_flood_may_fill_the_queue(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "_kept", lambda self, name, waiting, most: 0)
+
+
+def every_tenant_leaves_an_eighth(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Door, "_kept", lambda self, name, waiting, most: most // 8)
+
+
+def all_names_are_one_at_being_passed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tenants, "label", lambda self, name: "other")
+
+
 def own_rows_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "own_ahead", lambda self, tenant, asked: 0)
 
@@ -222,6 +234,7 @@ trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
 limited = whom(
     test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1, 2, False
 )
+flooded = partial(test_admission.test_a_flood_does_not_shut_the_door_on_others, {"max_queue": 16})
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (credit_is_banked, test_turns.test_time_without_work_earns_no_credit),
@@ -267,6 +280,16 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (
         a_prompt_beyond_its_tenants_bound_is_refused_for_now,
         test_admission.test_a_tenant_has_its_own_bound,
+    ),
+    (a_flood_may_fill_the_queue, flooded),
+    (every_tenant_leaves_an_eighth, flooded),
+    (
+        every_tenant_leaves_an_eighth,
+        test_admission.test_without_policies_the_whole_queue_is_anybodys,
+    ),
+    (
+        all_names_are_one_at_being_passed_over,
+        test_turns.test_one_tenants_waiting_groups_do_not_end_the_step,
     ),
     (own_rows_are_not_waited_for, test_admission.test_a_tenants_own_rows_are_waited_for),
     (own_rows_are_not_waited_for, limited),

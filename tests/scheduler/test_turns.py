@@ -292,6 +292,18 @@ def test_who_is_passed_over_is_found_again() -> None:
     assert len(names) == len(set(names)) == MOST_PASSED
 
 
+def test_one_tenants_waiting_groups_do_not_end_the_step() -> None:
+    """Passing over those of one tenant, under however many names, leaves looks for others."""
+    line = Line(tenants=POLICIES)
+    for number in range(2 * MOST_PASSED):
+        line.push(f"x{number}", tenant=f"x{number % 3}")
+    for number in range(2):
+        line.push(f"a{number}", tenant="a")
+    names = line.order()
+    assert names[-2:] == ["a0", "a1"]
+    assert len(names) == MOST_PASSED // 4 + 2
+
+
 def test_idle_tenants_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "MOST_IDLE", 3)
     line = Line()
