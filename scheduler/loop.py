@@ -27,6 +27,7 @@ from engine.plan import (
     Engine,
     EngineInfo,
     ForeignFileError,
+    MemoryUse,
     SavedPrefix,
     StepPlan,
     StepResult,
@@ -79,6 +80,8 @@ class StepRecord:
     host_s: float
     """Event-loop time between the previous result's arrival and the next plan's departure: what
     the device would have waited for without pipelining. 0 after an idle pause."""
+    memory: MemoryUse | None = None
+    """As in `StepResult`."""
 
     @classmethod
     def of(cls, plan: StepPlan, result: StepResult, host_s: float) -> StepRecord:
@@ -97,6 +100,7 @@ class StepRecord:
             device_s=result.device_s,
             gap_s=result.gap_s,
             host_s=host_s,
+            memory=result.memory,
         )
 
 

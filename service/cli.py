@@ -282,6 +282,16 @@ def generate(
 
 
 @app.command()
+def reference(what: Annotated[str, typer.Argument(help="metrics or logs.")]) -> None:
+    """Print a page of reference: every metric, or every event and field of the log."""
+    from service.reference import PAGES
+
+    if what not in PAGES:
+        raise UsageError(f"WHAT: must be one of {', '.join(PAGES)}, not {what!r}")
+    typer.echo(PAGES[what](), nl=False)
+
+
+@app.command()
 def inspect(
     model: Annotated[str | None, typer.Argument(help="Directory or hub id.")] = None,
     revision: options.Revision = None,

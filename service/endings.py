@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import grpc.aio
@@ -20,8 +22,27 @@ _DEADLINE_SLACK_S: Final = 0.05
 deadline travels rounded, and starts again on arrival."""
 
 
+@dataclass(slots=True)
+class Ending:
+    """How the call of this task ends, as far as it is known."""
+
+    reason: Reason | None = None
+
+
+_ending: ContextVar[Ending | None] = ContextVar("ending", default=None)
+
+
+def ending_of_call() -> Ending:
+    """Begins to note how the call of this task, or of one it starts, ends."""
+    ending = Ending()
+    _ending.set(ending)
+    return ending
+
+
 async def abort(context: Context, error: ServiceError) -> NoReturn:
     """Ends the call with `error` and its details."""
+    if (ending := _ending.get()) is not None:
+        ending.reason = error.reason
     status = error.to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
 

@@ -191,6 +191,16 @@ class ServiceError(Exception):
     def code(self) -> grpc.StatusCode:
         return CATALOGUE[self.reason].code
 
+    @property
+    def for_log(self) -> str:
+        """The message without what a client sent: where fields are at fault their names alone, for
+        a description may quote a prompt, a schema or a grammar."""
+        if self.violations:
+            return ", ".join(violation.field for violation in self.violations[:MAX_VIOLATIONS])
+        if self.reason is Reason.GRAMMAR_LIMIT:
+            return self.message.partition(":")[0]
+        return self.message
+
     def to_status(self) -> grpc.Status:
         """The gRPC status with its details."""
         details: list[Any] = []
