@@ -62,9 +62,14 @@ def cause(error: BaseException, context: Context) -> FinishReason:
 
 
 def gone(context: Context) -> ServiceError:
-    """Why gRPC cancelled the handler: the call's deadline, or the client."""
-    remaining: float | None = context.time_remaining()
-    if remaining is not None and remaining <= _DEADLINE_SLACK_S:
+    """Why gRPC cancelled the handler: the call's deadline, or the client. The first answer stands,
+    whoever asks."""
+    ending = _ending.get() or Ending()
+    if ending.reason not in (Reason.DEADLINE_EXCEEDED, Reason.CANCELLED):
+        remaining: float | None = context.time_remaining()
+        late = remaining is not None and remaining <= _DEADLINE_SLACK_S
+        ending.reason = Reason.DEADLINE_EXCEEDED if late else Reason.CANCELLED
+    if ending.reason is Reason.DEADLINE_EXCEEDED:
         return ServiceError(Reason.DEADLINE_EXCEEDED, "the request's deadline passed")
     return ServiceError(Reason.CANCELLED, "the client left")
 

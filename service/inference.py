@@ -26,6 +26,7 @@ from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
 from service.tenant import tenant_of
 from service.trace import trace_context
+from service.tracing import Tracing
 from service.validation import Violations, check_id, check_known
 
 T = TypeVar("T")
@@ -43,7 +44,9 @@ class InferenceServicer:
         logger: Logger,
         clock: Callable[[], float],
         ledger: Ledger | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._door = door
         self._metrics = metrics
         self._config = config
@@ -183,7 +186,10 @@ class InferenceServicer:
             record.detail = error.for_log
         if len(record.request_id) > self._config.limits.max_request_id_chars:
             record.request_id = "(refused)"
-        record.emit(self._logger, self._clock())
+        now = self._clock()
+        if self._tracing is not None:
+            self._tracing.record(record, now)
+        record.emit(self._logger, now)
         self.ledger.close(record.tenant, record.usage, failed=error is not None)
         self.active -= 1
         if not self.active:

@@ -43,6 +43,7 @@ from service.startup import effective, facts_of
 from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
 from service.tls import Tls
+from service.tracing import Tracing
 from service.version import VERSION
 
 _FLUSH_S: Final = 0.5
@@ -105,6 +106,7 @@ class Server:
         self._loop_thread = 0
         self._last_statistics: Statistics | None = None
         self._began = 0.0
+        self._tracing: Tracing | None = None
         self.door = Door(retry_after_s=config.server.retry_after_s)
         self.metrics = Metrics(self._take_statistics, version=VERSION)
         self.metrics.facts.state = lambda: self.door.state
@@ -161,12 +163,16 @@ class Server:
                 DecodeInterceptor(self._logger),
             ],
         )
+        tracing = self._tracing = Tracing.of(self._config.tracing, self._logger)
+        if tracing is not None:
+            facts.spans = tracing.results
         servicer = InferenceServicer(
             door=self.door,
             metrics=self.metrics,
             config=self._config,
             logger=self._logger,
             clock=anyio.current_time,
+            tracing=tracing,
         )
         register: Any = selfdraft_pb2_grpc.add_InferenceServicer_to_server
         register(servicer, server)
@@ -196,6 +202,8 @@ class Server:
                 with anyio.CancelScope(shield=True):
                     await health.set(serving=False)
                     await server.stop(_FLUSH_S)
+                    if tracing is not None:
+                        await tracing.close()
 
     def _register_gateway(
         self, server: grpc.aio.Server, servicer: InferenceServicer
@@ -252,6 +260,8 @@ class Server:
             info = scheduler.info
             name = self._config.model_name or info.model
             self.metrics.model_loaded(info, name)
+            if self._tracing is not None:
+                self._tracing.model = name
             self._note(info, tokenizer)
             grammars = Grammars(
                 tokenizer, vocab_size=info.vocab_size, limits=self._config.limits.grammar

@@ -32,6 +32,7 @@ def effective(config: ServiceConfig) -> dict[str, Any]:
         "context": engine.context,
         "deterministic": engine.deterministic,
         "drain_s": server.drain_s,
+        "otlp_endpoint": None if config.tracing is None else config.tracing.endpoint,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ async def test_open_metrics_on_request() -> None:
 async def hostile(up: Running, seed: int, calls: int = 40) -> None:
     """Calls with names that nobody chose beforehand, in every place where a name fits."""
     rng = random.Random(seed)
+    priorities: Any = (0, 1, 99)
 
     def name() -> str:
         return f"x{rng.randrange(16**12):012x}"
@@ -175,7 +177,7 @@ async def hostile(up: Running, seed: int, calls: int = 40) -> None:
                 (name(), name()),
             ]
             request = pb.GenerateRequest(
-                text=name(), request_id=name(), session_id=name(), priority=rng.choice((0, 1, 99))
+                text=name(), request_id=name(), session_id=name(), priority=rng.choice(priorities)
             )
             request.sampling_params.max_tokens = rng.randrange(4)
             request.sampling_params.regex = rng.choice(("[a-z]{2}", "(", ""))
@@ -232,7 +234,8 @@ async def test_calls_are_counted_by_method_and_status() -> None:
         now = await up.metrics()
         assert now['selfdraft_grpc_calls_in_flight{method="Inference/Generate"}'] == 1
         left.cancel()
-        late = up.client.generate(text="x", max_tokens=3000, ignore_eos=True, timeout=0.3)
+        await up.until_idle()
+        late = up.client.generate(text="x", max_tokens=3000, ignore_eos=True, timeout=0.5)
         with pytest.raises(SelfdraftError):
             await late.text()
         await up.until_idle()
@@ -240,17 +243,21 @@ async def test_calls_are_counted_by_method_and_status() -> None:
         await anyio.sleep(0.05)
         now = await up.metrics()
         calls = 'selfdraft_grpc_calls_total{code="%s",method="%s"}'
-        assert now[calls % ("OK", "Inference/Generate")] == 1
-        assert now[calls % ("CANCELLED", "Inference/Generate")] == 1
-        assert now[calls % ("DEADLINE_EXCEEDED", "Inference/Generate")] == 1
+        # Of the last two one was cancelled; the other one's client may be first to say so as well.
+        logged = Counter(line["status"] for line in up.log_lines())
+        assert logged["OK"] == 1
+        assert logged["CANCELLED"] >= 1
+        assert logged["CANCELLED"] + logged["DEADLINE_EXCEEDED"] == 2
+        for code, count in logged.items():
+            assert now[calls % (code, "Inference/Generate")] == count
         assert now[calls % ("OK", "Inference/Tokenize")] == 1
         assert now[calls % ("INVALID_ARGUMENT", "Inference/Tokenize")] == 1
         assert now[calls % ("FAILED_PRECONDITION", "Admin/ExportSession")] == 1
         errors = 'selfdraft_errors_total{reason="%s"}'
         assert now[errors % "INVALID_ARGUMENT"] == 1
         assert now[errors % "NOT_CONFIGURED"] == 1
-        assert now[errors % "CANCELLED"] == 1
-        assert now[errors % "DEADLINE_EXCEEDED"] == 1
+        assert now[errors % "CANCELLED"] == logged["CANCELLED"]
+        assert now[errors % "DEADLINE_EXCEEDED"] == logged["DEADLINE_EXCEEDED"]
         assert now['selfdraft_grpc_calls_in_flight{method="Inference/Generate"}'] == 0
 
 
