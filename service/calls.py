@@ -11,9 +11,9 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from service.catalogue import METHODS, UNKNOWN_METHOD
 from service.endings import Context, ending_of_call, gone
 from service.errors import CATALOGUE, Reason
+from service.families import METHODS, UNKNOWN_METHOD
 from service.handlers import around
 from service.metrics import Metrics
 

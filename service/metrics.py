@@ -24,8 +24,9 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import EngineInfo
 from scheduler.loop import StepRecord
 from scheduler.request import FinishReason, Tokens, Usage
-from service.catalogue import ACCEPTANCE_WINDOW_S, CATALOGUE, PREFIX, REFUSALS, SUCCESS
+from service.catalogue import CATALOGUE
 from service.errors import Reason
+from service.families import ACCEPTANCE_WINDOW_S, PREFIX, REFUSALS, SUCCESS
 from service.sampling import mode_name
 from service.scrape import AcceptanceWindow, Facts, SnapshotCollector, TakeStatistics
 from service.text.grammar import Form

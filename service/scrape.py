@@ -17,9 +17,9 @@ from scheduler.sequence import Preempted
 from scheduler.statistics import Statistics
 from scheduler.tenants import OTHER
 from service.backend import State
-from service.catalogue import (
+from service.catalogue import CATALOGUE
+from service.families import (
     ACCEPTANCE_WINDOW_S,
-    CATALOGUE,
     DROPPED,
     EVICTIONS,
     MEMORY,

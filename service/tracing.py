@@ -21,9 +21,9 @@ from typing import Any, Final, Self
 import anyio
 
 from scheduler.request import Usage
-from service.catalogue import METHODS
 from service.config import SettingError, TracingConfig
 from service.exposure import is_loopback
+from service.families import METHODS
 from service.logs import Logger, RequestRecord
 from service.trace import TraceContext
 from service.version import VERSION

@@ -229,6 +229,18 @@ def test_promtool_finds_nothing_to_say_of_the_page(observed: Observed) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_what_only_a_real_model_has(observed: Observed) -> None:
+    for phase in ("tokenizer", "model", "warm_up"):
+        assert observed.total(f'selfdraft_load_seconds{{phase="{phase}"}}') > 0, phase
+    for part in ("weights", "kv_pool", "rows", "reserve"):
+        assert observed.total(f'selfdraft_memory_planned_bytes{{part="{part}"}}') > 0, part
+    active = observed.total('selfdraft_device_memory_bytes{kind="active"}')
+    assert 0 < active <= observed.total('selfdraft_device_memory_bytes{kind="peak"}')
+    assert active >= observed.total('selfdraft_memory_planned_bytes{part="kv_pool"}')
+    assert observed.total('selfdraft_mtp_gate{result="passed"}') == 1
+    assert 0.25 < observed.total("selfdraft_mtp_gate_acceptance_ratio") <= 1
+
+
 def test_the_acceptance_shown_is_the_clients(observed: Observed) -> None:
     (shown,) = observed.prometheus.query(
         "selfdraft_spec_decode_acceptance_rate", at=observed.settled_at

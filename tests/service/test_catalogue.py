@@ -25,8 +25,9 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import MemoryUse, StepPlan, StepResult
 from scheduler.config import TenantPolicy
 from scheduler.loop import StepRecord
-from service.catalogue import CATALOGUE, METHODS, PREFIX, Family, most_series
+from service.catalogue import CATALOGUE, most_series
 from service.config import SecurityConfig
+from service.families import METHODS, PREFIX, Family
 from service.metrics import Metrics
 from service.reference import PAGES
 from service.tokens import entry_text, new_token
