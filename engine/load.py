@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.blas import Blas, describe_blas, prepare_blas, set_threads, thread_choices
 from engine.budget import Budget, Costs, device_working_set, estimate, plan_budget
 from engine.config import EngineConfig
-from engine.plan import EngineInfo
+from engine.plan import EngineInfo, MtpGate
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -285,6 +285,7 @@ class _Setup:
             layers=checkpoint.arch.num_hidden_layers,
             mtp_layers=1 if self.mtp else 0,
             max_depth=config.max_depth if self.mtp else 0,
+            mtp_gate=MtpGate.UNMEASURED if self.mtp else MtpGate.NONE,
             max_rows=config.max_rows,
             pages=plan.budget.pages,
             page_size=config.page_size,
@@ -357,7 +358,12 @@ class _Setup:
         from engine.gate import validate_mtp_support
 
         verdict = validate_mtp_support(engine, _start_token(self.checkpoint))
-        info = replace(engine.info, notes=(*engine.info.notes, str(verdict)))
+        info = replace(
+            engine.info,
+            notes=(*engine.info.notes, str(verdict)),
+            mtp_gate=MtpGate.PASSED if verdict.passed else MtpGate.FAILED,
+            mtp_gate_acceptance=verdict.rate,
+        )
         if verdict.passed:
             engine.traces.clear()
             return engine.described(info)

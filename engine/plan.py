@@ -262,6 +262,18 @@ class RowResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of MLX's allocator, in the whole process."""
+
+    active: int
+    """In use."""
+    peak: int
+    """The most ever in use."""
+    cache: int
+    """Freed, and kept for the next allocation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of a `StepPlan`, rows in plan order: prefill chunks (final ones, those of rows with
     `prompt_logprobs`, and those that faulted), then decode rows, then guided rows."""
@@ -279,6 +291,20 @@ class StepResult:
     gap_s: float | None = None
     """Seconds the device sat idle between the end of the step before and this one's start, as the
     host sees it; None when the engine had been idle before, so that nothing was lost."""
+    memory: MemoryUse | None = None
+    """After the step; None where nothing is allocated."""
+
+
+class MtpGate(StrEnum):
+    """What the check of the MTP head at load found (`engine.gate`)."""
+
+    NONE = "none"
+    """There is no head."""
+    PASSED = "passed"
+    FAILED = "failed"
+    """The head does not agree with its trunk; drafting is off."""
+    UNMEASURED = "unmeasured"
+    """It is used without a check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +343,9 @@ class EngineInfo:
     it keeps none."""
     boundary_bytes: int = 0
     """Bytes of one boundary, its pages aside."""
+    mtp_gate: MtpGate = MtpGate.NONE
+    mtp_gate_acceptance: float | None = None
+    """Share of first drafts accepted in the check, 0 … 1; None where nothing was measured."""
     notes: tuple[str, ...] = field(default=())
     """One line each: why something is off (no MTP tensors, gate failed, no OpenBLAS, …)."""
 

@@ -46,6 +46,7 @@ from engine.plan import (
     DecodeBatch,
     EngineFailedError,
     EngineInfo,
+    MemoryUse,
     RowResult,
     StepPlan,
     StepResult,
@@ -257,6 +258,11 @@ class MLXEngine(BoundaryCalls):
             wait_s=max(0.0, ended - began),
             device_s=max(0.0, ended - could_begin),
             gap_s=step.gap_s,
+            memory=MemoryUse(
+                active=mx.get_active_memory(),
+                peak=mx.get_peak_memory(),
+                cache=mx.get_cache_memory(),
+            ),
         )
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.plan import StepPlan, StepResult
+from engine.plan import MemoryUse, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class StepRecord:
     host_s: float
     """Event-loop time between the previous result's arrival and the next plan's departure: what
     the device would have waited for without pipelining. 0 after an idle pause."""
+    memory: MemoryUse | None = None
+    """As in `StepResult`."""
 
     @classmethod
     def of(cls, plan: StepPlan, result: StepResult, host_s: float) -> StepRecord:
@@ -49,4 +51,5 @@ class StepRecord:
             device_s=result.device_s,
             gap_s=result.gap_s,
             host_s=host_s,
+            memory=result.memory,
         )

@@ -24,6 +24,7 @@ from service.reload import FileError
 from service.text.tokenizer import Tokenizer, TokenizerError
 from service.tls import Tls
 from service.tokens import Tokens
+from service.tracing import check_tracing
 
 Verdict = Literal["ok", "warning", "error"]
 
@@ -49,6 +50,7 @@ def examine(config: ServiceConfig, logger: Logger) -> Iterator[Finding]:
         ("address", _address),
         ("TLS", _tls),
         ("tokens", _tokens),
+        ("tracing", _tracing),
         ("session folder", _session_folder),
         ("cost table", _cost_table),
         ("model", _model),
@@ -109,6 +111,12 @@ def _tokens(config: ServiceConfig, logger: Logger) -> Iterator[Finding]:
     text = f"{len(tokens.entries)} of {len(tenants)} tenants, {admins} of them admins'"
     yield Finding("ok", "tokens", text)
     yield from (Finding("warning", "tokens", warning) for warning in tokens.warnings())
+
+
+def _tracing(config: ServiceConfig, logger: Logger) -> Iterator[Finding]:
+    if config.tracing is not None:
+        check_tracing(config.tracing)
+        yield Finding("ok", "tracing", f"spans go to {config.tracing.endpoint}")
 
 
 def _session_folder(config: ServiceConfig, logger: Logger) -> Iterator[Finding]:

@@ -67,6 +67,10 @@ def serve(
     session_dir: options.SessionDir = None,
     share_prefixes: options.SharePrefixes = False,
     reflection: options.Reflection = True,
+    otlp_endpoint: options.OtlpEndpoint = None,
+    otlp_insecure: options.OtlpInsecure = False,
+    otlp_ca: options.OtlpCa = None,
+    trace_ratio: options.TraceRatio = 1.0,
     check: options.Check = False,
     max_rows: options.MaxRows = 16,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
@@ -91,7 +95,6 @@ def serve(
     cost_table: options.CostTable = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
-    from service import console, launch, logs
     from service.config import RequestLimits, ServerConfig, parse_seconds
 
     settings = _config(
@@ -136,20 +139,27 @@ def serve(
             share_prefixes_between_tenants=share_prefixes,
             open_reflection=reflection,
         ),
+        tracing=options.tracing_config(otlp_endpoint, otlp_insecure, otlp_ca, trace_ratio),
         download=not check,
     )
+    raise typer.Exit(_serve(settings, check=check))
+
+
+def _serve(settings: ServiceConfig, *, check: bool) -> int:
+    """Serves, or checks whether that could be; returns the exit code."""
+    from service import console, launch, logs
+
     logger = logs.make_logger(settings.log_format)
     logs.capture_stdlib(logger)
     if check:
         from service.check import run_check
 
-        raise typer.Exit(run_check(settings, logger))
+        return run_check(settings, logger)
     progress = console.LoadProgress()
     try:
-        code = launch.serve(settings, logger, progress, lambda _: progress.close())
+        return launch.serve(settings, logger, progress, lambda _: progress.close())
     finally:
         progress.close()
-    raise typer.Exit(code)
 
 
 @app.command("gateway")
@@ -280,6 +290,16 @@ def generate(
         mtp_gate=mtp_gate,
     )
     generate_here(settings, ask)
+
+
+@app.command()
+def reference(what: Annotated[str, typer.Argument(help="metrics or logs.")]) -> None:
+    """Print a page of reference: every metric, or every event and field of the log."""
+    from service.reference import PAGES
+
+    if what not in PAGES:
+        raise UsageError(f"WHAT: must be one of {', '.join(PAGES)}, not {what!r}")
+    typer.echo(PAGES[what](), nl=False)
 
 
 @app.command()

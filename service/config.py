@@ -252,6 +252,45 @@ class SecurityConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Export of OpenTelemetry spans. They hold numbers and ids, never prompts or texts."""
+
+    endpoint: str
+    """host:port of a collector that takes OTLP over gRPC."""
+
+    insecure: bool = False
+    """Send in plain text to another machine. To this one it is plain text unless `ca` is given."""
+
+    ca: Path | None = None
+    """PEM file: whom to trust; None: the authorities that gRPC brings along."""
+
+    ratio: float = 1.0
+    """Share of the calls without a `traceparent` that are recorded, 0 … 1; of the others their
+    client has decided."""
+
+    max_queue: int = 2048
+    """Spans that wait for the collector; more are dropped. A call makes up to four."""
+
+    flush_s: float = 3.0
+    """Seconds that a stop waits for the last spans to be taken."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):\d{1,5}", self.endpoint):
+            raise SettingError("otlp_endpoint", f"must be host:port, is {self.endpoint!r}")
+        if not 0 <= self.ratio <= 1:
+            raise SettingError("trace_ratio", "must be in 0 … 1")
+        if self.insecure and self.ca is not None:
+            raise SettingError("otlp_insecure", "not together with a CA: that is for TLS")
+        _at_least(self, 1, "max_queue")
+        _positive(self, "flush_s")
+
+    @property
+    def host(self) -> str:
+        """The endpoint's."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """One server, whole."""
 
@@ -260,6 +299,8 @@ class ServiceConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    tracing: TracingConfig | None = None
+    """None: no spans."""
     log_format: LogFormat = "pretty"
     cost_table: Literal["auto", "off"] | Path = "off"
     """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import grpc.aio
@@ -20,8 +22,27 @@ _DEADLINE_SLACK_S: Final = 0.05
 deadline travels rounded, and starts again on arrival."""
 
 
+@dataclass(slots=True)
+class Ending:
+    """How the call of this task ends, as far as it is known."""
+
+    reason: Reason | None = None
+
+
+_ending: ContextVar[Ending | None] = ContextVar("ending", default=None)
+
+
+def ending_of_call() -> Ending:
+    """Begins to note how the call of this task, or of one it starts, ends."""
+    ending = Ending()
+    _ending.set(ending)
+    return ending
+
+
 async def abort(context: Context, error: ServiceError) -> NoReturn:
     """Ends the call with `error` and its details."""
+    if (ending := _ending.get()) is not None:
+        ending.reason = error.reason
     status = error.to_status()
     await context.abort(status.code, status.details, status.trailing_metadata)
 
@@ -41,9 +62,14 @@ def cause(error: BaseException, context: Context) -> FinishReason:
 
 
 def gone(context: Context) -> ServiceError:
-    """Why gRPC cancelled the handler: the call's deadline, or the client."""
-    remaining: float | None = context.time_remaining()
-    if remaining is not None and remaining <= _DEADLINE_SLACK_S:
+    """Why gRPC cancelled the handler: the call's deadline, or the client. The first answer stands,
+    whoever asks."""
+    ending = _ending.get() or Ending()
+    if ending.reason not in (Reason.DEADLINE_EXCEEDED, Reason.CANCELLED):
+        remaining: float | None = context.time_remaining()
+        late = remaining is not None and remaining <= _DEADLINE_SLACK_S
+        ending.reason = Reason.DEADLINE_EXCEEDED if late else Reason.CANCELLED
+    if ending.reason is Reason.DEADLINE_EXCEEDED:
         return ServiceError(Reason.DEADLINE_EXCEEDED, "the request's deadline passed")
     return ServiceError(Reason.CANCELLED, "the client left")
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Final
 
 import grpc
 from google.protobuf.any_pb2 import Any
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
+from selfdraft.v1 import admin_pb2, selfdraft_pb2
+from smg_grpc_proto import vllm_engine_pb2
+from smg_grpc_proto.generated import common_pb2
 
 from scheduler.request import FinishReason
 
@@ -191,6 +195,17 @@ class ServiceError(Exception):
     def code(self) -> grpc.StatusCode:
         return CATALOGUE[self.reason].code
 
+    @property
+    def for_log(self) -> str:
+        """The message without what a client sent: where fields are at fault their names alone, for
+        a description may quote a prompt, a schema or a grammar."""
+        if self.violations:
+            fields = (violation.field for violation in self.violations[:MAX_VIOLATIONS])
+            return ", ".join(map(_field_for_log, fields))
+        if self.reason is Reason.GRAMMAR_LIMIT:
+            return self.message.partition(":")[0]
+        return self.message
+
     def to_status(self) -> grpc.Status:
         """The gRPC status with its details."""
         details: list[Any] = []
@@ -256,6 +271,23 @@ def error_of(reason: FinishReason, detail: str, *, retry_after_s: float) -> Serv
     retry = retry_after_s if name is Reason.DRAINING else None
     text = f"{message}: {detail}" if detail else message
     return ServiceError(name, text, retry_after_s=retry)
+
+
+def _field_for_log(path: str) -> str:
+    """A field's path without keys that a client made up, as those of a Struct are."""
+    known = _field_names()
+    parts = [part if part.partition("[")[0] in known else "…" for part in path.split(".")]
+    return ".".join(parts)
+
+
+@cache
+def _field_names() -> frozenset[str]:
+    """Names of fields of every request there is, and what else we call one."""
+    found = {"(message)", "selfdraft-tenant"}
+    for file in (selfdraft_pb2, admin_pb2, vllm_engine_pb2, common_pb2):
+        for message in file.DESCRIPTOR.message_types_by_name.values():
+            found.update(message.fields_by_name, message.oneofs_by_name)
+    return frozenset(found)
 
 
 def _short(text: str) -> str:

@@ -8,7 +8,6 @@ with a token is not told: missing, malformed, unknown and expired are one answer
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final, NoReturn
@@ -22,6 +21,7 @@ from selfdraft.v1 import admin_pb2
 from service.auth import EVERYBODY, Identity, set_caller
 from service.endings import Context, abort
 from service.errors import Reason, ServiceError
+from service.handlers import around
 from service.logs import Logger
 from service.metrics import Metrics
 from service.tokens import Tokens
@@ -97,25 +97,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         holds nothing, so probes are always answered. None stays None."""
         if handler is None or not (handler.request_streaming or handler.response_streaming):
             return handler
-        asked = "stream" if handler.request_streaming else "unary"
-        kind = f"{asked}_{'stream' if handler.response_streaming else 'unary'}"
-        inner = getattr(handler, kind)
-
-        async def call(request: Any, context: Context) -> Any:
-            async with self._one_more(context):
-                return await inner(request, context)
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._one_more(context):
-                async for response in inner(request, context):
-                    yield response
-
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(
-            stream if inspect.isasyncgenfunction(inner) else call,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return around(handler, self._one_more)
 
     @asynccontextmanager
     async def _one_more(self, context: Context) -> AsyncIterator[None]:
@@ -142,6 +124,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         now = self._clock()
         if now - self._logged_at < _LOG_INTERVAL_S:
             self._unlogged += 1
+            self._metrics.line_dropped()
             return
         self._logger.warning(
             "call refused",

@@ -16,7 +16,7 @@ from service.endings import Context, abort, gone
 from service.errors import Reason, ServiceError
 from service.ledger import Ledger
 from service.loads import loads
-from service.logs import Logger, RequestRecord, total, trace_context
+from service.logs import Logger, RequestRecord, total
 from service.metrics import Metrics
 from service.modelinfo import model_info
 from service.prompt import decode_ids, encode_input, prepare
@@ -25,6 +25,8 @@ from service.serverinfo import server_info
 from service.sessions import list_sessions, release_session
 from service.submission import Handles, Submissions
 from service.tenant import tenant_of
+from service.trace import trace_context
+from service.tracing import Tracing
 from service.validation import Violations, check_id, check_known
 
 T = TypeVar("T")
@@ -42,7 +44,9 @@ class InferenceServicer:
         logger: Logger,
         clock: Callable[[], float],
         ledger: Ledger | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._door = door
         self._metrics = metrics
         self._config = config
@@ -72,14 +76,19 @@ class InferenceServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Streams one generation."""
-        await self.generate(request, context, Violations())
+        await self.generate(request, context, Violations(), method="Inference/Generate")
 
     async def generate(
-        self, request: pb.GenerateRequest, context: Context, complain: Violations
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        complain: Violations,
+        *,
+        method: str,
     ) -> None:
         """Streams one generation; writes its log line whatever happens. `complain` holds what was
-        wrong with it in the form it came in."""
-        record = self._record(request, context)
+        wrong with it in the form it came in, `method` says by which RPC."""
+        record = self._record(request, context, method)
         self._open(record)
         error: ServiceError | None = None
         try:
@@ -123,7 +132,12 @@ class InferenceServicer:
             self._metrics.refused(refusal.reason)
             raise
         record.admitted_at = self._clock()
-        self._metrics.admitted(prepared.options.mode, prepared.options.form)
+        self._metrics.admitted(
+            prepared.options.mode,
+            prepared.options.form,
+            n=prepared.options.n,
+            max_tokens=prepared.requests[0].max_tokens,
+        )
         relay = Relay(
             handles=handles,
             prepared=prepared,
@@ -150,11 +164,12 @@ class InferenceServicer:
         remaining: float | None = context.time_remaining()
         return None if remaining is None else self._clock() + remaining
 
-    def _record(self, request: pb.GenerateRequest, context: Context) -> RequestRecord:
+    def _record(self, request: pb.GenerateRequest, context: Context, method: str) -> RequestRecord:
         metadata: Any = context.invocation_metadata() or ()
         return RequestRecord(
             request_id=request.request_id if request.HasField("request_id") else uuid.uuid4().hex,
             peer=context.peer(),
+            method=method,
             tenant=scope_of(context).tenant,
             trace=trace_context(metadata),
             received_at=self._clock(),
@@ -168,10 +183,13 @@ class InferenceServicer:
     def _close(self, record: RequestRecord, error: ServiceError | None) -> None:
         if error is not None:
             record.status, record.reason = error.code.name, error.reason
-            record.detail = error.message
+            record.detail = error.for_log
         if len(record.request_id) > self._config.limits.max_request_id_chars:
             record.request_id = "(refused)"
-        record.emit(self._logger, self._clock())
+        now = self._clock()
+        if self._tracing is not None:
+            self._tracing.record(record, now)
+        record.emit(self._logger, now)
         self.ledger.close(record.tenant, record.usage, failed=error is not None)
         self.active -= 1
         if not self.active:

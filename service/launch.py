@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,26 +38,33 @@ def make_server(config: ServiceConfig, logger: Logger, progress: Progress | None
         from engine.load import load_engine
         from engine.warmup import warm_up
 
+        began = time.monotonic()
         loaded = load_engine(config.engine, progress)
+        took = server.metrics.phase_took
+        took("model", time.monotonic() - began)
         try:
             if loaded.budget is not None:
+                server.metrics.planned({row.name: row.bytes for row in loaded.budget.rows})
                 for row in loaded.budget.lines():
                     logger.info("memory", part=row.name, size=size(row.bytes), note=row.note)
             if costs is not None:
                 costs.check(loaded.info)
+            began = time.monotonic()
             warm_up(loaded)  # health says SERVING after this
+            took("warm_up", time.monotonic() - began)
         except BaseException:
             loaded.close()
             raise
         return loaded
 
-    return Server(
+    server = Server(
         config=config,
         engine_factory=engine,
         tokenizer_factory=lambda: Tokenizer.load(config.engine.model),
         logger=logger,
         keep_costs=None if costs is None else costs.keep,
     )
+    return server
 
 
 def serve(

@@ -5,13 +5,15 @@ Prompts, generated texts and credentials are never logged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import structlog
 
@@ -19,8 +21,99 @@ from scheduler.request import Priority, Usage
 from service.config import LogFormat
 from service.prompt import Prepared
 from service.sampling import mode_name
+from service.trace import TraceContext
 
 Logger = structlog.typing.FilteringBoundLogger
+
+
+class Lines:
+    """Writes lines to a stream, whole and one after the other. A stream that does not take one
+    (closed, a pipe that nobody reads any more, a full disk) loses it and harms nobody."""
+
+    def __init__(self, stream: TextIO, limits: Limits) -> None:
+        self._stream = stream
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._lost = 0
+
+    def msg(self, message: str) -> None:
+        """Writes one line."""
+        with self._lock:
+            try:
+                try:
+                    self._stream.write(f"{message}\n")
+                except UnicodeEncodeError:
+                    plain = message.encode("ascii", "backslashreplace").decode("ascii")
+                    self._stream.write(f"{plain}\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._lost += 1
+
+    def dropped(self) -> dict[str, int]:
+        """Lines not written so far, by cause: `rate` and `write`."""
+        return {"rate": self._limits.dropped, "write": self._lost}
+
+    log = debug = info = warn = warning = error = critical = fatal = exception = msg
+
+
+_STRANGERS: Final = frozenset({"undecodable message", "library message", "unexpected error"})
+"""Events that somebody who may not even call can cause as often as he likes."""
+
+BURST: Final = 100
+PER_S: Final = 5.0
+"""Lines of one such kind that are written at once, and per second after that."""
+
+
+class Limits:
+    """Bounds what bad calls can write: a processor that drops lines, and counts them.
+
+    A request that got a token always has its line: the machine bounds how many there are. One that
+    got none cost its client nothing, so lines of those, and each kind of `_STRANGERS`, pass a
+    bucket of `BURST` that fills with `PER_S`. The next line of the kind says how many are missing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """By kind: lines left, when that was."""
+        self._missing: dict[str, int] = {}
+        self.dropped = 0
+
+    def __call__(
+        self, logger: object, method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """Raises structlog.DropEvent for a line too many."""
+        kind = _kind(event)
+        if kind is None:
+            return event
+        with self._lock:
+            now = self._clock()
+            left, then = self._buckets.get(kind, (float(BURST), now))
+            left = min(left + (now - then) * PER_S, BURST)
+            if left < 1:
+                self._buckets[kind] = (left, now)
+                self._missing[kind] = self._missing.get(kind, 0) + 1
+                self.dropped += 1
+                raise structlog.DropEvent
+            self._buckets[kind] = (left - 1, now)
+            if missing := self._missing.pop(kind, 0):
+                event["suppressed"] = missing
+        return event
+
+    def take_missing(self) -> dict[str, int]:
+        """By kind, lines dropped that no line has told of; none of them any more."""
+        with self._lock:
+            missing, self._missing = self._missing, {}
+        return missing
+
+
+def _kind(event: MutableMapping[str, Any]) -> str | None:
+    """The bucket of a line; None for lines that are not limited."""
+    name = str(event.get("event"))
+    if name == "request":
+        return None if event.get("completion_tokens") else "request"
+    return name if name in _STRANGERS else None
 
 
 def make_logger(
@@ -30,21 +123,42 @@ def make_logger(
     target = stream if stream is not None else sys.stderr
     renderer: Any
     if form == "json":
-        renderer = structlog.processors.JSONRenderer(ensure_ascii=False)
+        renderer = structlog.processors.JSONRenderer(ensure_ascii=False, default=str)
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=target.isatty(), pad_event_to=0)
+        colors = target.isatty()
+        renderer = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0)
+    limits = Limits()
     processors: list[Any] = [
+        limits,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
         renderer,
     ]
     logger: Logger = structlog.wrap_logger(
-        structlog.PrintLogger(target),
+        Lines(target, limits),
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(level),
     )
     return logger
+
+
+def dropped_by(logger: Logger) -> Callable[[], Mapping[str, int]]:
+    """Counts the lines that a logger of ours did not write, by cause."""
+    lines = _lines(logger)
+    return dict if lines is None else lines.dropped
+
+
+def report_suppressed(logger: Logger) -> None:
+    """One line for each kind of which lines were dropped since one told of it."""
+    lines = _lines(logger)
+    for kind, count in (lines._limits.take_missing() if lines is not None else {}).items():
+        logger.warning("lines suppressed", kind=kind, suppressed=count)
+
+
+def _lines(logger: Logger) -> Lines | None:
+    found = getattr(logger, "_logger", None)
+    return found if isinstance(found, Lines) else None
 
 
 def capture_stdlib(logger: Logger) -> None:
@@ -58,25 +172,19 @@ class _Forward(logging.Handler):
         self._logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._logger.log(
-            record.levelno,
-            "library message",
-            library=record.name,
-            message=record.getMessage(),
-            exc_info=record.exc_info,
-        )
-
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-
-
-def trace_context(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """Trace and parent span id of a W3C `traceparent` header, where there is a valid one."""
-    for key, value in metadata:
-        match = _TRACEPARENT.fullmatch(value) if isinstance(value, str) else None
-        if key == "traceparent" and match is not None:
-            return {"trace_id": match[1], "parent_span_id": match[2]}
-    return {}
+        """Never raises: whoever logs is in the middle of something."""
+        try:
+            message = record.getMessage()
+        except Exception:  # arguments that do not fit the format
+            message = str(record.msg)
+        with contextlib.suppress(Exception):
+            self._logger.log(
+                record.levelno,
+                "library message",
+                library=record.name,
+                message=message,
+                exc_info=record.exc_info,
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +194,13 @@ class RequestRecord:
     request_id: str
     peer: str
     tenant: str = ""
-    trace: dict[str, str] = field(default_factory=dict)
+    method: str = ""
+    """The RPC, as metrics call it."""
+    trace: TraceContext | None = None
+    span_id: str = ""
+    """Of the call's own span, where spans are exported."""
+    trace_id: str = ""
+    """The same: that of a trace which began here."""
     status: str = "OK"
     """gRPC status the call ended with."""
     reason: str = ""
@@ -108,12 +222,13 @@ class RequestRecord:
             "request_id": self.request_id,
             "status": self.status,
             "reason": self.reason,
+            "method": self.method,
             "peer": self.peer,
             "total_s": round(now - self.received_at, 6),
         }
         values |= {"tenant": self.tenant} if self.tenant else {}
         values |= {"detail": self.detail} if self.detail else {}
-        values |= self.trace
+        values |= self._traced()
         if self.prepared is not None:
             values |= _asked(self.prepared)
         if self.usage is not None:
@@ -121,6 +236,16 @@ class RequestRecord:
         logger.log(
             logging.INFO if self.status != "INTERNAL" else logging.ERROR, "request", **values
         )
+
+    def _traced(self) -> dict[str, str]:
+        values = {"span_id": self.span_id} if self.span_id else {}
+        if self.trace is None:
+            return values | ({"trace_id": self.trace_id} if self.trace_id else {})
+        return values | {
+            "trace_id": self.trace.trace_id,
+            "parent_span_id": self.trace.span_id,
+            "trace_flags": f"{self.trace.flags:02x}",
+        }
 
 
 def _asked(prepared: Prepared) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from service.config import SecurityConfig
+    from service.config import SecurityConfig, TracingConfig
 
 # --- of models ---------------------------------------------------------------------------------
 
@@ -103,6 +103,34 @@ Reflection = Annotated[bool, typer.Option(help="Answer grpc.reflection without a
 Check = Annotated[
     bool, typer.Option("--check", help="Report what would stop the start, and exit: 0 or 2.")
 ]
+
+
+OtlpEndpoint = Annotated[
+    str | None, typer.Option(help="host:port of an OTLP collector: export OpenTelemetry spans.")
+]
+OtlpInsecure = Annotated[
+    bool, typer.Option("--otlp-insecure", help="Send spans to another machine in plain text.")
+]
+OtlpCa = Annotated[Path | None, typer.Option(help="PEM file: whom to trust as the collector.")]
+TraceRatio = Annotated[
+    float, typer.Option(help="Share of calls without a trace of their own to record, 0 … 1.")
+]
+
+
+def tracing_config(
+    endpoint: str | None, insecure: bool, ca: Path | None, ratio: float
+) -> TracingConfig | None:
+    """The options as one config. Raises SettingError."""
+    from service.config import SettingError, TracingConfig
+
+    if endpoint is not None:
+        return TracingConfig(endpoint=endpoint, insecure=insecure, ca=ca, ratio=ratio)
+    for name, given in (("insecure", insecure), ("ca", ca is not None)):
+        if given:
+            raise SettingError(f"--otlp-{name}", "needs --otlp-endpoint")
+    if ratio != 1.0:
+        raise SettingError("--trace-ratio", "needs --otlp-endpoint")
+    return None
 
 
 def security_config(

@@ -54,6 +54,8 @@ class Reloading(Generic[T]):
         """Content that was parsed last, well or badly."""
         self._value = parse(self._tried)
         self._complaint = ""
+        self.outcomes = {"ok": 0, "failed": 0}
+        """Changes since the start, by whether they could be used."""
 
     def current(self) -> T:
         """The newest good value. Costs a `stat` per file while nothing changes; never raises."""
@@ -74,11 +76,13 @@ class Reloading(Generic[T]):
         self._tried = contents
         self._value = self._parse(contents)
         self._complaint = ""
+        self.outcomes["ok"] += 1
         self._logger.info("reloaded", what=self._what)
 
     def _refuse(self, why: str) -> None:
         if why != self._complaint:
             self._complaint = why
+            self.outcomes["failed"] += 1
             self._logger.warning("not reloaded, the last good one stays", what=self._what, why=why)
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:

@@ -27,6 +27,7 @@ from scheduler.loop import Scheduler
 from scheduler.statistics import Statistics
 from service.admin import AdminServicer
 from service.backend import Backend, Door
+from service.calls import CallInterceptor
 from service.config import ServiceConfig
 from service.decoding import DecodeInterceptor
 from service.exposure import metrics_host
@@ -35,11 +36,14 @@ from service.gateway import servicer as gateway
 from service.guard import ADMIN, HEALTH, REFLECTION, AuthInterceptor
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
-from service.logs import Logger
+from service.logs import Logger, dropped_by
+from service.loopwatch import LoopWatch
 from service.metrics import Metrics
+from service.startup import effective, facts_of
 from service.text.grammar import Grammars
 from service.text.tokenizer import Tokenizer
 from service.tls import Tls
+from service.tracing import Tracing
 from service.version import VERSION
 
 _FLUSH_S: Final = 0.5
@@ -101,8 +105,13 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._last_statistics: Statistics | None = None
+        self._began = 0.0
+        self._tracing: Tracing | None = None
         self.door = Door(retry_after_s=config.server.retry_after_s)
         self.metrics = Metrics(self._take_statistics, version=VERSION)
+        self.metrics.facts.state = lambda: self.door.state
+        self.metrics.facts.lines_dropped = dropped_by(logger)
+        self._watch = LoopWatch(self.metrics, logger)
         self.stop = Stop()
         self.servicer: InferenceServicer | None = None
         """Known once bound."""
@@ -120,16 +129,22 @@ class Server:
         and whatever the engine's factory raises.
         """
         self._loop = asyncio.get_running_loop()
+        self._began = anyio.current_time()
         self._loop_thread = threading.get_ident()
+        self._logger.info("starting", version=VERSION, **effective(self._config))
         async with self._bound() as (health, servicer):
             self.bound.set()
             code = 0
             with anyio.CancelScope() as scope:
-                watch = asyncio.create_task(self._cancel_loading(scope))
+                watches = (
+                    asyncio.create_task(self._cancel_loading(scope)),
+                    asyncio.create_task(self._watch.run()),
+                )
                 try:
                     code = await self._load_and_serve(health, servicer)
                 finally:
-                    watch.cancel()
+                    for watch in watches:
+                        watch.cancel()
             return code
 
     # --- phases ----------------------------------------------------------------------------------
@@ -138,23 +153,32 @@ class Server:
     async def _bound(self) -> AsyncIterator[tuple[Health, InferenceServicer]]:
         server_config = self._config.server
         gate = Gate.of(self._config, self._logger)
+        facts = self.metrics.facts
+        facts.tls, facts.tokens = gate.tls, gate.tokens
         server = grpc.aio.server(
             options=server_config.grpc_options(),
             maximum_concurrent_rpcs=server_config.max_concurrent_rpcs,
-            interceptors=[self._auth(gate), DecodeInterceptor(self._logger)],
+            interceptors=[
+                *(CallInterceptor(self.metrics), self._auth(gate)),
+                DecodeInterceptor(self._logger),
+            ],
         )
+        tracing = self._tracing = Tracing.of(self._config.tracing, self._logger)
+        if tracing is not None:
+            facts.spans = tracing.results
         servicer = InferenceServicer(
             door=self.door,
             metrics=self.metrics,
             config=self._config,
             logger=self._logger,
             clock=anyio.current_time,
+            tracing=tracing,
         )
         register: Any = selfdraft_pb2_grpc.add_InferenceServicer_to_server
         register(servicer, server)
         self.servicer = servicer
         more = self._register_gateway(server, servicer)
-        health = Health(*more)
+        health = Health(*more, logger=self._logger)
         await health.register(server)
         names = [SERVICE, *more, HEALTH_SERVICE, reflection.SERVICE_NAME]
         if gate.admin:
@@ -178,6 +202,8 @@ class Server:
                 with anyio.CancelScope(shield=True):
                     await health.set(serving=False)
                     await server.stop(_FLUSH_S)
+                    if tracing is not None:
+                        await tracing.close()
 
     def _register_gateway(
         self, server: grpc.aio.Server, servicer: InferenceServicer
@@ -220,7 +246,10 @@ class Server:
             scope.cancel()
 
     async def _load_and_serve(self, health: Health, servicer: InferenceServicer) -> int:
+        took = self.metrics.phase_took
+        began = anyio.current_time()
         tokenizer = await anyio.to_thread.run_sync(self._tokenizer_factory, abandon_on_cancel=True)
+        took("tokenizer", anyio.current_time() - began)
         async with Scheduler(
             engine_factory=self._engine_factory,
             config=self._config.scheduler,
@@ -231,6 +260,8 @@ class Server:
             info = scheduler.info
             name = self._config.model_name or info.model
             self.metrics.model_loaded(info, name)
+            if self._tracing is not None:
+                self._tracing.model = name
             self._note(info, tokenizer)
             grammars = Grammars(
                 tokenizer,
@@ -238,7 +269,9 @@ class Server:
                 limits=self._config.limits.grammar,
                 tenants=self._config.scheduler.tenants,
             )
+            began = anyio.current_time()
             await anyio.to_thread.run_sync(grammars.prepare, abandon_on_cancel=True)
+            took("grammar", anyio.current_time() - began)
             backend = Backend(
                 scheduler=scheduler, tokenizer=tokenizer, grammars=grammars, name=name
             )
@@ -264,6 +297,8 @@ class Server:
             model=backend.name,
             address=self.addresses.grpc,
             metrics=self.addresses.metrics,
+            **facts_of(backend.scheduler.info),
+            load_s=round(anyio.current_time() - self._began, 3),
         )
         await _first_of(self.stop.drain, backend.scheduler.failed)
         if not backend.scheduler.failed.is_set():
@@ -284,6 +319,7 @@ class Server:
     async def _drain(self, backend: Backend, health: Health, servicer: InferenceServicer) -> None:
         limit = self._config.server.drain_s
         self._logger.info("draining", limit_s=limit, running=backend.scheduler.statistics().running)
+        began = anyio.current_time()
         self.door.drain()
         await health.set(serving=False)
         async with anyio.create_task_group() as tasks:
@@ -297,6 +333,8 @@ class Server:
             with anyio.move_on_after(limit):
                 await servicer.wait_idle()
             tasks.cancel_scope.cancel()
+        took = anyio.current_time() - began
+        self._logger.info("drained", took_s=round(took, 3), left=servicer.active)
 
     # --- metrics ---------------------------------------------------------------------------------
 

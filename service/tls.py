@@ -6,7 +6,7 @@ that stand keep the certificate they began with, until their maximal age.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -53,6 +53,12 @@ class Tls:
     def certificates(self) -> Certificates:
         """The newest good ones."""
         return self._loaded.current()
+
+    @property
+    def reloads(self) -> Mapping[str, int]:
+        """Changes of the files so far, up to this moment: `ok` and `failed`."""
+        self._loaded.current()
+        return self._loaded.outcomes
 
     def credentials(self) -> grpc.ServerCredentials:
         """For `add_secure_port`."""

@@ -22,7 +22,7 @@ import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,6 +107,12 @@ class Tokens:
     def entries(self) -> tuple[TokenEntry, ...]:
         """The newest good ones."""
         return self._entries.current()
+
+    @property
+    def reloads(self) -> Mapping[str, int]:
+        """Changes of the file so far, up to this moment: `ok` and `failed`."""
+        self._entries.current()
+        return self._entries.outcomes
 
     def identify(self, token: str) -> Identity | None:
         """Whose token it is; None when it is nobody's, or no longer.

@@ -49,11 +49,12 @@ ROOMS: dict[str, Room] = {
             *("service", "scheduler", "engine", "selfdraft", *GRPC, "anyio"),
             *("tokenizers", "llguidance", "jinja2", "huggingface_hub", "typer", "click", "rich"),
             *("structlog", "prometheus_client", "numpy", "platformdirs", "cryptography"),
-            *("matplotlib", "smg_grpc_proto"),
+            *("matplotlib", "smg_grpc_proto", "opentelemetry"),
         )
     ),
     # Other people's code imports this one; it brings nothing of the server along.
-    "proto": Room(("selfdraft", *GRPC)),
+    # opentelemetry: where it is installed a call carries the current span along.
+    "proto": Room(("selfdraft", *GRPC, "opentelemetry")),
     "proto/generate.py": Room(("grpc_tools",)),
 }
 

@@ -15,6 +15,7 @@ import grpc.aio
 
 from selfdraft.channel import Tls, connect
 from selfdraft.errors import SelfdraftError
+from selfdraft.propagation import trace_metadata
 from selfdraft.v1 import admin_pb2 as pb
 from selfdraft.v1 import admin_pb2_grpc
 
@@ -96,8 +97,8 @@ class AdminClient:
         return list(response.files)
 
     async def _call(self, method: str, request: Any) -> Any:
-        call = getattr(self._stub, method)
+        call, along = getattr(self._stub, method), (*self._metadata, *trace_metadata())
         try:
-            return await call(request, timeout=self._timeout, metadata=self._metadata)
+            return await call(request, timeout=self._timeout, metadata=along)
         except grpc.aio.AioRpcError as error:
             raise SelfdraftError.of(error) from error

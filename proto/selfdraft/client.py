@@ -16,6 +16,9 @@
     async with Client("localhost:50051", retry=Retry(attempts=8)) as client:
         ...  # or retry=None: every failure is raised at once
 
+A call made inside of an OpenTelemetry span carries it along (`traceparent`), unless `metadata` has
+a `traceparent` of the caller's own.
+
 Messages are those of `selfdraft.v1.selfdraft_pb2`, where every field is documented. Errors are
 `SelfdraftError`s. Runs on asyncio; one `Client` serves any number of calls at once.
 """
@@ -36,6 +39,7 @@ from google.protobuf import struct_pb2
 
 from selfdraft.channel import DEFAULT_OPTIONS, Tls, connect
 from selfdraft.errors import SelfdraftError
+from selfdraft.propagation import trace_metadata
 from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
@@ -335,7 +339,12 @@ class Client:
             named.CopyFrom(request)
             named.request_id = uuid.uuid4().hex
             request = named
-        along = (*self._metadata, *metadata, *_affinity(request.session_id, metadata))
+        along = (
+            *self._metadata,
+            *metadata,
+            *_affinity(request.session_id, metadata),
+            *trace_metadata(metadata),
+        )
 
         def open_call(left: float | None) -> Call:
             if self._closed:
@@ -424,7 +433,7 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Any:
         attempts = Attempts(self._retry, timeout)
-        along = (*self._metadata, *metadata)
+        along = (*self._metadata, *metadata, *trace_metadata(metadata))
         while True:
             if self._closed:
                 raise _closed()

@@ -72,7 +72,7 @@ class GatewayServicer:
         complain = Violations()
         ours = translate(request, complain)
         answer = cast(Context, Answer(context, request))
-        await self._inference.generate(ours, answer, complain)
+        await self._inference.generate(ours, answer, complain, method="VllmEngine/Generate")
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
         """Ends live requests; those that are not live are none of its business."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 import yaml
@@ -87,13 +87,19 @@ def _filler(annotation: str) -> Any:
     return {} if annotation.startswith("Mapping") else 0
 
 
+def needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def offered_samples() -> dict[str, list[Mapping[str, str]]]:
     """What a server that has loaded a model exports: sample name -> the label sets it has."""
     statistics = Statistics(**{f.name: _filler(str(f.type)) for f in fields(Statistics)})
     text: dict[str, Any] = {"str": "x", "int": 1, "tuple[str, ...]": ()}
-    info = EngineInfo(**{f.name: text[str(f.type)] for f in fields(EngineInfo)})
+    info = EngineInfo(**{f.name: text[str(f.type)] for f in fields(EngineInfo) if needed(f)})
     metrics = Metrics(lambda: statistics, version="0")
     metrics.model_loaded(info, "model")
+    metrics.call_began("Inference/Generate")
+    metrics.call_ended("Inference/Generate", "OK", None)
     offered: dict[str, list[Mapping[str, str]]] = {}
     for family in metrics.registry.collect():
         for sample in family.samples:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ class Observed:
     """Tokens the client read of requests that were cancelled after `settled_at`."""
     cancelled_at: float
     """When Prometheus had seen those too."""
+    page: str
+    """What the server shows, at the end."""
 
     def total(self, expr: str) -> float:
         return self.prometheus.total(expr, at=self.settled_at)
@@ -108,7 +112,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         seen = asyncio.run(leave(addresses.grpc, ledger))
         ends = ledger.finished.total() + ledger.cancelled.total()
         cancelled_at = settled(prometheus, ends)
-        yield Observed(prometheus, before, settled_at, seen, cancelled_at)
+        with urllib.request.urlopen(f"http://{addresses.metrics}/metrics", timeout=10) as answer:
+            page: str = answer.read().decode()
+        yield Observed(prometheus, before, settled_at, seen, cancelled_at, page)
 
 
 def assert_data(observed: Observed, query: Query) -> None:
@@ -210,6 +216,29 @@ def test_latencies_were_observed_once_each(observed: Observed) -> None:
         assert count == ledger.finished.total(), histogram
     between = ledger.completion_tokens - ledger.first_burst_tokens
     assert observed.total("selfdraft_inter_token_latency_seconds_count") == between
+
+
+def test_promtool_finds_nothing_to_say_of_the_page(observed: Observed) -> None:
+    done = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=observed.page,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_what_only_a_real_model_has(observed: Observed) -> None:
+    for phase in ("tokenizer", "model", "warm_up"):
+        assert observed.total(f'selfdraft_load_seconds{{phase="{phase}"}}') > 0, phase
+    for part in ("weights", "kv_pool", "rows", "reserve"):
+        assert observed.total(f'selfdraft_memory_planned_bytes{{part="{part}"}}') > 0, part
+    active = observed.total('selfdraft_device_memory_bytes{kind="active"}')
+    assert 0 < active <= observed.total('selfdraft_device_memory_bytes{kind="peak"}')
+    assert active >= observed.total('selfdraft_memory_planned_bytes{part="kv_pool"}')
+    assert observed.total('selfdraft_mtp_gate{result="passed"}') == 1
+    assert 0.25 < observed.total("selfdraft_mtp_gate_acceptance_ratio") <= 1
 
 
 def test_the_acceptance_shown_is_the_clients(observed: Observed) -> None:

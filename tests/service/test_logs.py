@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from service.logs import capture_stdlib, make_logger, trace_context
+from service.logs import capture_stdlib, make_logger
 from tests.service.harness import running, saying
 
 pytestmark = pytest.mark.anyio
@@ -105,13 +105,6 @@ async def test_a_refused_request_is_logged_without_its_id_when_that_is_absurd() 
         await up.idle()
         assert [line["request_id"] for line in up.log_lines()] == ["(refused)", "bad id"]
         assert len(up.log.getvalue()) < 4000
-
-
-@pytest.mark.parametrize(
-    "value", ["", "00-xyz", TRACE + "0", TRACE.upper(), b"\xff", TRACE.replace("-", "_")]
-)
-def test_other_trace_headers_are_left_out(value: str | bytes) -> None:
-    assert trace_context([("traceparent", value)]) == {}
 
 
 def test_library_messages_come_through_the_same_logger() -> None:
