@@ -49,19 +49,9 @@ def window(start: mx.array, width: int, table: mx.array, page_size: int) -> Wind
 
     A position past the row's table lands on the null page: nothing that is read later lives there.
     """
-    columns = table.shape[1] - 1
-    positions = start[:, None] + mx.arange(width, dtype=mx.int32)[None, :]
-    column = mx.minimum(positions // page_size, columns)
-    keys = mx.arange(columns * page_size, dtype=mx.int32)
-    return Window(
-        start=start,
-        width=width,
-        table=table,
-        page=mx.take_along_axis(table, column, axis=1),
-        offset=positions % page_size,
-        mask=(keys[None, None, :] <= positions[:, :, None])[:, None],
-        block=Block(start.shape[0], width),
-    )
+    keys = mx.arange((table.shape[1] - 1) * page_size, dtype=mx.int32)
+    places = mx.arange(width, dtype=mx.int32)
+    return _window(start, places, table, page_size, keys)
 
 
 def slot_window(start: mx.array, width: int, table: mx.array, page_size: int) -> Window:
@@ -72,10 +62,18 @@ def slot_window(start: mx.array, width: int, table: mx.array, page_size: int) ->
     are never written again. Position 0 is never written, so nobody sees it. Rotary positions are
     the slots' own.
     """
-    columns = table.shape[1] - 1
-    positions = start[:, None] + mx.arange(1, width + 1, dtype=mx.int32)[None, :]
-    column = mx.minimum(positions // page_size, columns)
-    keys = slot_positions(columns * page_size)
+    keys = slot_positions((table.shape[1] - 1) * page_size)
+    places = mx.arange(1, width + 1, dtype=mx.int32)
+    return _window(start, places, table, page_size, keys)
+
+
+def _window(
+    start: mx.array, places: mx.array, table: mx.array, page_size: int, keys: mx.array
+) -> Window:
+    """Tokens at `places` [width] from `start` on; they see what `keys` says lies no further."""
+    width = places.shape[0]
+    positions = start[:, None] + places[None, :]
+    column = mx.minimum(positions // page_size, table.shape[1] - 1)
     return Window(
         start=start,
         width=width,

@@ -291,7 +291,7 @@ def _pending_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeCycle, "settled", lambda self, rows, table: rows)
 
 
-def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
+def ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
     """A row is kept as the last cycle left it, whether it emitted something or not."""
     remember = MLXEngine._remember
 
@@ -310,8 +310,8 @@ def _end_taken_too_late(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "depth", "wasted"),
     [
-        (_ends_not_remembered, 0, 1),
-        (_ends_not_remembered, 2, 1),
+        (ends_not_remembered, 0, 1),
+        (ends_not_remembered, 2, 1),
         (_pending_left_out, 0, 0),
         (_pending_left_out, 3, 0),
     ],

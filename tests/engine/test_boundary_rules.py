@@ -11,14 +11,12 @@ import pytest
 from engine.cache import PagePool
 from engine.cycle import DecodeCycle
 from engine.models.qwen3_5 import Qwen35Model
-from engine.plan import PrefillChunk, RowResult, RowSpec, SamplingParams
+from engine.plan import PrefillChunk, RowSpec, SamplingParams
 from engine.prefill import Prefill, PrefillRow
-from engine.runner import MLXEngine
-from engine.step import Step
 from tests.engine import slow
 from tests.engine.host import Bits, Host, bits, sampled
 from tests.engine.small import engine_over, small_model
-from tests.engine.test_boundaries import alone, new_host, text
+from tests.engine.test_boundaries import alone, ends_not_remembered, new_host, text
 
 END = 7
 MOST = 7
@@ -91,16 +89,6 @@ def _prefix_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefill, "_counted", without)
 
 
-def _ends_not_remembered(patch: pytest.MonkeyPatch) -> None:
-    remember = MLXEngine._remember
-
-    def forgetting(self: MLXEngine, step: Step, rows: tuple[RowResult, ...]) -> None:
-        remember(self, step, rows)
-        self._books.ends.clear()
-
-    patch.setattr(MLXEngine, "_remember", forgetting)
-
-
 def _draft_history_left_out(patch: pytest.MonkeyPatch) -> None:
     """A wasted cycle might write it."""
     patch.setattr(DecodeCycle, "settled", lambda self, rows, table: rows)
@@ -111,7 +99,7 @@ def _draft_history_left_out(patch: pytest.MonkeyPatch) -> None:
     [
         (_prefix_not_counted, "penalties", 3, 0),
         (_prefix_not_counted, "guided with penalties", 3, 1),
-        (_ends_not_remembered, "guided", 3, 1),
+        (ends_not_remembered, "guided", 3, 1),
         (_draft_history_left_out, "guided", 0, 0),
     ],
 )
