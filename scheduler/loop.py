@@ -13,6 +13,7 @@ engine's thread per step. Both give the same tokens. A step whose rows the host 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ class RequestHandle:
         """The last event, as soon as it is known, read or not."""
         self._scheduler = scheduler
         self._events: deque[Event] = deque()
-        self._ready = anyio.Event()
+        # A bare future, made only when there is something to wait for: one per burst and stream.
+        self._waiter: asyncio.Future[None] | None = None
         self._exhausted = False
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> bool:
@@ -132,10 +134,10 @@ class RequestHandle:
         if self._exhausted:
             raise StopAsyncIteration
         while not self._events:
-            self._ready = anyio.Event()
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._ready.wait()
-            except anyio.get_cancelled_exc_class():
+                await self._waiter
+            except asyncio.CancelledError:
                 self.cancel()
                 raise
         event = self._events.popleft()
@@ -161,7 +163,8 @@ class RequestHandle:
         if isinstance(event, Finished):
             self.finished = event
         self._events.append(event)
-        self._ready.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Scheduler:

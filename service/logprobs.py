@@ -9,14 +9,17 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 from engine.plan import Logprobs
 
 
-def output_logprobs(logprobs: Logprobs, ids: Sequence[int]) -> pb.OutputLogProbs:
-    """Those of the first len(ids) positions, whose tokens are `ids`."""
+def add_output(target: pb.OutputLogProbs, logprobs: Logprobs, ids: Sequence[int]) -> None:
+    """Puts those of the first len(ids) positions, whose tokens are `ids`, into an empty message."""
     count = len(ids)
-    return pb.OutputLogProbs(
-        token_ids=ids,
-        token_logprobs=logprobs.chosen[:count],
-        top_logprobs=_tops(logprobs)[:count],
-    )
+    target.token_ids.extend(ids)
+    target.token_logprobs.extend(logprobs.chosen[:count])
+    if not any(logprobs.top):
+        return
+    for values, top_ids in zip(logprobs.top[:count], logprobs.top_ids[:count], strict=True):
+        top = target.top_logprobs.add()
+        top.values.extend(values)
+        top.token_ids.extend(top_ids)
 
 
 def input_logprobs(logprobs: Logprobs, prompt_ids: Sequence[int]) -> pb.InputLogProbs:
