@@ -156,6 +156,8 @@ class SchedulerCore:
             timers=self._timers,
         )
         self._next_step = 0
+        self._newest = ""
+        """Id of the last request submitted."""
         self._next_turn = 1
         self._closed: str | None = None
         chunk = config.prefill_chunk or info.prefill_chunk
@@ -219,7 +221,7 @@ class SchedulerCore:
         try:
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", "a live request has this id")
-            prompt = validate(request, self.limits)
+            prompt = validate(request, self.limits, self._known_prompt(request))
             self._door.fits(request, len(prompt))
         except InvalidRequestError:
             self._meter.refused["invalid"] += 1
@@ -234,6 +236,14 @@ class SchedulerCore:
         self._queue.push(sequence)
         self._timers.add(sequence)
         self._meter.submitted += 1
+        self._newest = request.request_id
+
+    def _known_prompt(self, request: GenerationRequest) -> Prompt | None:
+        """That of the request submitted before, if they share it: the samples of one long prompt
+        come together, and making it an array 16 times takes a tenth of a second."""
+        newest = self._live.get(self._newest)
+        same = newest is not None and newest.request.prompt_ids is request.prompt_ids
+        return newest.asked if newest is not None and same else None
 
     def _sequence(self, request: GenerationRequest, prompt: Prompt, now: float) -> Sequence:
         """Raises InvalidRequestError when it does not fit its group."""

@@ -6,15 +6,19 @@ their messages. The first bad end is the call's, and ends the others.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Final
+
 import anyio
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from scheduler.loop import RequestHandle
 from scheduler.request import Finished, FinishReason, Tokens
+from service.aside import aside
 from service.config import ServerConfig
 from service.endings import Context, cause, complete_message
 from service.errors import Reason, ServiceError, error_of
-from service.logprobs import add_output, input_logprobs
+from service.logprobs import add_input, add_output
 from service.logs import RequestRecord
 from service.metrics import Metrics
 from service.prompt import Prepared
@@ -22,6 +26,10 @@ from service.stream import TextStream
 from service.submission import Handles
 from service.text.tokenizer import Tokenizer
 from service.writing import Writer
+
+_MANY_POSITIONS: Final = 128
+"""Log probabilities of longer prompts become messages on a thread: 20 alternatives at each position
+take some 10 microseconds."""
 
 
 class Relay:
@@ -129,7 +137,8 @@ class Relay:
             add_output(chunk.output_logprobs, event.logprobs, delta.ids)
         if event.prompt_logprobs is not None:
             prompt_ids = self._prepared.requests[index].prompt_ids
-            chunk.input_logprobs.CopyFrom(input_logprobs(event.prompt_logprobs, prompt_ids))
+            add = partial(add_input, chunk.input_logprobs, event.prompt_logprobs, prompt_ids)
+            await aside(add, len(prompt_ids) > _MANY_POSITIONS)
         await self._writer.write(message)
         self._record.delivered_tokens += len(delta.ids)
 

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,6 +16,7 @@ import anyio
 import anyio.to_thread
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
+from service.aside import LARGE, aside
 from service.config import GrammarLimits
 from service.text.constraint import CompiledGrammar, GrammarError, Vocabulary, one_line
 from service.text.tokenizer import Tokenizer
@@ -73,7 +75,7 @@ class Grammars:
 
     async def compile(self, form: Form, text: str) -> CompiledGrammar:
         """Raises GrammarError: too large, broken, beyond the limits, or no text satisfies it."""
-        self._check_size(form, text)
+        await aside(partial(self._check_size, form, text), len(text) > LARGE)
         key = hashlib.sha256(f"{form}\0{text}".encode()).digest()
         if (known := self._cached(key)) is not None:
             return known
@@ -107,7 +109,7 @@ class Grammars:
             raise GrammarError("ends in a lone backslash")  # llguidance would leave it out
 
     async def _compile(self, form: Form, text: str, vocabulary: Vocabulary) -> CompiledGrammar:
-        source = _source(form, text)
+        source = await aside(partial(_source, form, text), len(text) > LARGE)
         await self._probe(source, vocabulary)
 
         def build() -> CompiledGrammar:

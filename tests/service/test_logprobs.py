@@ -8,7 +8,7 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import Logprobs
 from service import relay
-from service.logprobs import add_output, input_logprobs
+from service.logprobs import add_input, add_output
 from tests.service.harness import VOCAB, Running, pretend_logprobs, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -109,7 +109,8 @@ async def test_nothing_is_reported_unasked() -> None:
 
 def test_messages_of_one_token_prompts() -> None:
     empty = pretend_logprobs((), 3)
-    message = input_logprobs(empty, (9,))
+    message = pb.InputLogProbs()
+    add_input(message, empty, (9,))
     assert (list(message.token_ids), len(message.token_logprobs)) == ([9], 1)
     assert not message.token_logprobs[0].HasField("value")
     last = pb.OutputLogProbs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from engine.plan import (
     EngineInfo,
     Finish,
     Logprobs,
+    PrefillChunk,
     RowResult,
     RowSpec,
     SavedPrefix,
@@ -67,6 +68,10 @@ class BurstEngine:
             blas="none",
         )
 
+    def resize(self, *, context_length: int, pages: int) -> None:
+        """Before a scheduler has asked."""
+        self._info = replace(self._info, context_length=context_length, pages=pages)
+
     @property
     def info(self) -> EngineInfo:
         return self._info
@@ -74,14 +79,12 @@ class BurstEngine:
     def submit(self, plan: StepPlan) -> None:
         for row in plan.release:
             self._rows.pop(row, None)
-        results = []
+        results: list[RowResult] = []
         for chunk in plan.prefill:
-            if chunk.spec is not None:
-                self._rows[chunk.row] = _Row(chunk.spec)
-            if chunk.last:
-                results.append(self._emit(chunk.row, most=1))
-        if plan.decode is not None:
-            results += self._decode(plan.decode)
+            results += self._prefill(chunk)
+        for batch in (plan.decode, plan.guided):
+            if batch is not None:
+                results += self._decode(batch)
         seconds = self.step_s if results else 0.0
         self._results.append(
             StepResult(step=plan.step, rows=tuple(results), depth=DEPTH, device_s=seconds)
@@ -118,6 +121,18 @@ class BurstEngine:
             finish=Finish.LENGTH if count == left else None,
             logprobs=None if logprobs is None else self._some(count, logprobs),
         )
+
+    def _prefill(self, chunk: PrefillChunk) -> list[RowResult]:
+        if chunk.spec is not None:
+            self._rows[chunk.row] = _Row(chunk.spec)
+        asked = self._rows[chunk.row].spec.prompt_logprobs
+        if asked is None and not chunk.last:
+            return []
+        result = self._emit(chunk.row, most=1) if chunk.last else RowResult(row=chunk.row)
+        if asked is None:
+            return [result]
+        positions = len(chunk.tokens) - (chunk.start == 0)
+        return [replace(result, prompt_logprobs=self._some(positions, asked))]
 
     def _some(self, tokens: int, alternatives: int) -> Logprobs:
         key = (tokens, alternatives)
