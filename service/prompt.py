@@ -201,7 +201,7 @@ async def _generate_input(
         case _:
             complain("input", "one of text, tokenized and chat is required")
             return None
-    if ids and max(ids) >= vocab_size:
+    if ids and await aside(partial(max, ids), len(ids) > LARGE) >= vocab_size:
         complain("input", f"holds a token beyond the model's vocabulary of {vocab_size}")
         return None
     return ids

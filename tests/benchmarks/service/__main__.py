@@ -23,7 +23,7 @@ from tests.benchmarks.speed import held_out_prompts
 ROWS = 256
 SESSIONS = (1, 4, 16)
 STREAMS = (1, 16, 64, 256)
-STEPS = {1: 400, 16: 200, 64: 80, 256: 40}
+STEPS = {1: 250, 16: 120, 64: 50, 256: 24}
 """Bursts per stream, by streams."""
 STEP_S = 0.0003
 """Length of a step per stream, at least `SHORTEST_S`: so long that every burst is sent before the
@@ -135,16 +135,16 @@ def _run(child: Measured, pair: Pair, name: str, streams: int, burst: int) -> No
 
 
 def _burst_cells(pairs: list[Pair], burst: int) -> Iterator[str]:
-    """Of each checkout; of two, how much of the first one's service is left, round by round."""
-    services = []
+    """Of each checkout; of two, the ratio of what they cost when served, round by round."""
+    costs = []
     for pair in pairs:
         alone, served = [_cost(o) for o in pair.alone], [_cost(o) for o in pair.served]
         service = [s - a for s, a in zip(served, alone, strict=True)]
-        services.append(service)
+        costs.append(served)
         yield from (spread(alone), spread(served), spread(service))
         yield f"{statistics.median(service) * burst:,.0f}"
-    if len(services) == 2:
-        yield spread([after / before for before, after in zip(*services, strict=True)], 2)
+    if len(costs) == 2:
+        yield spread([after / before for before, after in zip(*costs, strict=True)], 2)
 
 
 def main(
@@ -174,7 +174,7 @@ def main(
         cells = ("alone", "served", "the service", "the same per burst")
         columns = ["", "streams", "burst", *cells]
         if against is not None:
-            columns += [*(f"{cell}, after" for cell in cells), "after/before"]
+            columns += [*(f"{cell}, after" for cell in cells), "served, after/before"]
         table(columns, compare_bursts(model, rounds, against, only.split(",")))
     if Part.STALLS in wanted:
         print("### Longest stay of the event loop in one callback, one request, CPU ms")

@@ -1,7 +1,7 @@
 """The process that is measured: a server that is told over stdin what to do, one JSON object a
 line, and answers each on stdout.
 
-{"do": "cpu"}                                   CPU seconds so far, and tokens handed out
+{"do": "cpu"}                                   CPU seconds so far
 {"do": "pace", "burst": 3, "step_s": 0.01}      how the burst engine goes on
 {"do": "alone", "load": {…}}                    a load straight into the scheduler
 {"do": "profile"}                               start cProfile on the event loop, or stop it
@@ -140,8 +140,8 @@ class Child:
                 self._stop()
         return None
 
-    def _cpu(self) -> tuple[float, int]:
-        return time.process_time(), self._engine.emitted if self._engine is not None else 0
+    def _cpu(self) -> float:
+        return time.process_time()
 
     def _switch_profile(self) -> str | None:
         if self._profile is None:

@@ -40,9 +40,9 @@ class Measured:
         self._process.stdin.flush()
         return self._read()
 
-    def cpu(self) -> tuple[float, int]:
-        seconds, tokens = self.ask("cpu")
-        return seconds, tokens
+    def cpu(self) -> float:
+        """Seconds it has used so far."""
+        return float(self.ask("cpu"))
 
     def alone(self, load: Load) -> Outcome:
         """Has it run a load inside."""

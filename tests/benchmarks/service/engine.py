@@ -40,8 +40,6 @@ class BurstEngine:
         self.max_in_flight = 2
         self.burst = 1
         self.step_s = 0.0
-        self.emitted = 0
-        """Tokens handed out so far."""
         self._text = text
         self._rows: dict[int, _Row] = {}
         self._results: deque[StepResult] = deque()
@@ -96,7 +94,6 @@ class BurstEngine:
             now = time.monotonic()
             time.sleep(max(self._next_at - now, 0.0))
             self._next_at = max(self._next_at, now) + self.step_s
-        self.emitted += sum(len(row.tokens) for row in result.rows)
         return result
 
     def _decode(self, batch: DecodeBatch) -> list[RowResult]:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-Cpu = Callable[[], tuple[float, int]]
-"""CPU seconds of the measured process so far, and tokens its engine has handed out."""
+Cpu = Callable[[], float]
+"""CPU seconds of the measured process so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class Watch:
         self._last = [0.0] * streams
         self._bursts = self._begun = 0
         self._steady: list[tuple[float, int]] = []
-        self._cpu_at_start = cpu()[0]
+        """(CPU seconds, tokens read) when all had begun, and when one ended."""
+        self._cpu_at_start = cpu()
         self._start = time.perf_counter()
 
     def burst(self, stream: int, tokens: int) -> None:
@@ -60,28 +61,31 @@ class Watch:
         if not self._tokens[stream]:
             self._first[stream] = now
             self._begun += 1
-            if self._begun == self._streams:
-                self._steady.append(self._cpu())
         self._tokens[stream] += tokens
         self._last[stream] = now
+        if not self._steady and self._begun == self._streams:
+            self._mark()
 
     def end(self) -> None:
         """Of a stream."""
         if len(self._steady) == 1:
-            self._steady.append(self._cpu())
+            self._mark()
+
+    def _mark(self) -> None:
+        self._steady.append((self._cpu(), sum(self._tokens)))
 
     def outcome(self) -> Outcome:
         """Once all have ended."""
         wall = time.perf_counter() - self._start
-        (cpu, handed), (cpu_after, handed_after) = self._steady
+        (cpu, read), (cpu_after, read_after) = self._steady
         spans = zip(self._first, self._last, self._tokens, strict=True)
         return Outcome(
             wall_s=wall,
             tokens=sum(self._tokens),
             bursts=self._bursts,
-            cpu_s=self._cpu()[0] - self._cpu_at_start,
+            cpu_s=self._cpu() - self._cpu_at_start,
             steady_cpu_s=cpu_after - cpu,
-            steady_tokens=handed_after - handed,
+            steady_tokens=read_after - read,
             ttft_s=[first - self._start for first in self._first],
             token_s=[(last - first) / (n - 1) for first, last, n in spans if n > 1],
         )
