@@ -50,9 +50,12 @@ class Limits:
         return min(self.max_tokens, positions - prompt_tokens)
 
 
-def validate(request: GenerationRequest, limits: Limits) -> NDArray[np.int32]:
-    """The prompt as int32. Raises InvalidRequestError naming the field and the limit."""
-    prompt = _prompt(request.prompt_ids, limits)
+def validate(
+    request: GenerationRequest, limits: Limits, known: NDArray[np.int32] | None = None
+) -> NDArray[np.int32]:
+    """The prompt as int32; `known` if it was made of the very same `prompt_ids` before. Raises
+    InvalidRequestError naming the field and the limit."""
+    prompt = _prompt(request.prompt_ids, limits) if known is None else known
     _lengths(len(prompt), request.max_tokens, limits)
     _stop_ids(request.stop_ids, limits)
     _sampling(request.sampling, limits)

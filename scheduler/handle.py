@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
-
-import anyio
 
 from scheduler.request import Event, Finished, FinishReason, Tokens
 
@@ -36,7 +35,8 @@ class RequestHandle:
         self._cancel = cancel
         self._acknowledge = acknowledge
         self._events: deque[Event] = deque()
-        self._ready = anyio.Event()
+        # A bare future, made only when there is something to wait for: one per burst and stream.
+        self._waiter: asyncio.Future[None] | None = None
         self._exhausted = False
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> bool:
@@ -51,10 +51,10 @@ class RequestHandle:
         if self._exhausted:
             raise StopAsyncIteration
         while not self._events:
-            self._ready = anyio.Event()
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._ready.wait()
-            except anyio.get_cancelled_exc_class():
+                await self._waiter
+            except asyncio.CancelledError:
                 self.cancel()
                 raise
         event = self._events.popleft()
@@ -81,4 +81,5 @@ class RequestHandle:
         if isinstance(event, Finished):
             self.finished = event
         self._events.append(event)
-        self._ready.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -58,6 +58,8 @@ class Registry:
         self._keeping = keeping
         self._meter = meter
         self._turns = 0
+        self._newest = ""
+        """Id of the last request submitted."""
         self.closed: str | None = None
         """Why no new request is taken."""
 
@@ -70,7 +72,7 @@ class Registry:
         try:
             if request.request_id in self._live:
                 raise InvalidRequestError("request_id", "a live request has this id")
-            prompt = validate(request, self._limits)
+            prompt = validate(request, self._limits, self._known_prompt(request))
             self._door.fits(request, len(prompt))
         except InvalidRequestError:
             self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
@@ -85,6 +87,14 @@ class Registry:
         self._queue.push(sequence)
         self._timers.add(sequence)
         self._meter.submitted += 1
+        self._newest = request.request_id
+
+    def _known_prompt(self, request: GenerationRequest) -> NDArray[np.int32] | None:
+        """That of the request submitted before, if they share it: the samples of one long prompt
+        come together, and making it an array 16 times takes a tenth of a second."""
+        newest = self._live.get(self._newest)
+        same = newest is not None and newest.request.prompt_ids is request.prompt_ids
+        return newest.asked if newest is not None and same else None
 
     def _sequence(
         self, request: GenerationRequest, prompt: NDArray[np.int32], now: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
@@ -9,8 +10,6 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import anyio
-import anyio.from_thread
-import anyio.lowlevel
 
 T = TypeVar("T")
 
@@ -21,10 +20,12 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
         self._function = function
         self._args = args
-        self._token = anyio.lowlevel.current_token()
+        # Not an anyio.Event set through `from_thread.run_sync`: that makes the thread wait until
+        # the event loop has seen it, and the thread has the next step to begin.
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
         self._value: T
         self._error: BaseException | None = None
-        self.done = anyio.Event()
 
     def __call__(self) -> None:
         """On the owner thread."""
@@ -33,9 +34,15 @@ class _Call(Generic[T]):
         except BaseException as error:
             self._error = error
         with contextlib.suppress(RuntimeError):  # the event loop is gone, and the waiter with it
-            anyio.from_thread.run_sync(self.done.set, token=self._token)
+            self._loop.call_soon_threadsafe(self._wake)
 
-    def result(self) -> T:
+    def _wake(self) -> None:
+        if not self._done.done():  # nobody waits for it any more
+            self._done.set_result(None)
+
+    async def result(self) -> T:
+        """What the function returned, once it has; raises what it raised."""
+        await self._done
         if self._error is not None:
             raise self._error
         return self._value
@@ -56,8 +63,7 @@ class OwnerThread:
         """
         call = _Call(function, args)
         self._jobs.put(call)
-        await call.done.wait()
-        return call.result()
+        return await call.result()
 
     def post(self, function: Callable[[], None]) -> None:
         """Run `function`, which must not raise, when the thread gets there; does not wait."""

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import Logprobs
 
 
-def output_logprobs(logprobs: Logprobs, ids: Sequence[int]) -> pb.OutputLogProbs:
-    """Those of the first len(ids) positions, whose tokens are `ids`."""
+def add_output(target: pb.OutputLogProbs, logprobs: Logprobs, ids: Sequence[int]) -> None:
+    """Puts those of the first len(ids) positions, whose tokens are `ids`, into an empty message."""
     count = len(ids)
-    return pb.OutputLogProbs(
-        token_ids=ids,
-        token_logprobs=logprobs.chosen[:count],
-        top_logprobs=_tops(logprobs)[:count],
-    )
+    target.token_ids.extend(ids)
+    target.token_logprobs.extend(logprobs.chosen[:count])
+    if any(logprobs.top):
+        _add_tops(target.top_logprobs, logprobs, count)
 
 
-def input_logprobs(logprobs: Logprobs, prompt_ids: Sequence[int]) -> pb.InputLogProbs:
-    """Those of a whole prompt, of which `logprobs` leaves out the first token."""
-    tops = _tops(logprobs)
-    return pb.InputLogProbs(
-        token_ids=prompt_ids,
-        token_logprobs=[
-            pb.InputTokenLogProb(),
-            *(pb.InputTokenLogProb(value=value) for value in logprobs.chosen),
-        ],
-        top_logprobs=[pb.TopLogProbs(), *tops] if tops else [],
-    )
+def add_input(target: pb.InputLogProbs, logprobs: Logprobs, prompt_ids: Sequence[int]) -> None:
+    """Puts those of a whole prompt, of which `logprobs` leaves out the first token, into an empty
+    message."""
+    target.token_ids.extend(prompt_ids)
+    target.token_logprobs.add()
+    for value in logprobs.chosen:
+        target.token_logprobs.add(value=value)
+    if any(logprobs.top):
+        target.top_logprobs.add()
+        _add_tops(target.top_logprobs, logprobs, len(logprobs.top))
 
 
-def _tops(logprobs: Logprobs) -> list[pb.TopLogProbs]:
-    """One per position; none at all when no alternatives were asked for."""
-    tops = zip(logprobs.top, logprobs.top_ids, strict=True)
-    messages = [pb.TopLogProbs(values=values, token_ids=ids) for values, ids in tops]
-    return messages if any(message.values for message in messages) else []
+def _add_tops(target: Any, logprobs: Logprobs, count: int) -> None:
+    for values, top_ids in zip(logprobs.top[:count], logprobs.top_ids[:count], strict=True):
+        top = target.add()
+        top.values.extend(values)
+        top.token_ids.extend(top_ids)

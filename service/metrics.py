@@ -27,6 +27,7 @@ from scheduler.request import FinishReason, Tokens, Usage
 from service.catalogue import CATALOGUE
 from service.errors import Reason
 from service.families import ACCEPTANCE_WINDOW_S, PREFIX, REFUSALS, SUCCESS
+from service.histogram import observe_times
 from service.sampling import mode_name
 from service.scrape import AcceptanceWindow, Facts, SnapshotCollector, TakeStatistics
 from service.text.grammar import Form
@@ -138,13 +139,13 @@ class Metrics:
 
     def burst(self, tokens: Tokens, *, previous_at: float | None, submitted_at: float) -> None:
         """A cycle emitted tokens for a request whose previous burst came at `previous_at`."""
-        self._acceptance.add(tokens.drafted, tokens.accepted, tokens.at)
+        if tokens.drafted:
+            self._acceptance.add(tokens.drafted, tokens.accepted, tokens.at)
         if previous_at is None:
             self._time_to_first_token.observe(max(tokens.at - submitted_at, 0.0))
             return
         share = max(tokens.at - previous_at, 0.0) / len(tokens.ids)
-        for _ in tokens.ids:
-            self._inter_token_latency.observe(share)
+        observe_times(self._inter_token_latency, share, len(tokens.ids))
 
     def finished(self, reason: FinishReason, usage: Usage) -> None:
         """A request ended, well or not."""

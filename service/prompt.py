@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
 
-import anyio.to_thread
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from engine.plan import EngineInfo
 from scheduler.admission import Limits
 from scheduler.request import GenerationRequest
+from service.aside import LARGE, aside
 from service.auth import Scope
 from service.backend import Backend
 from service.chat import read_chat
@@ -32,11 +30,6 @@ from service.validation import (
     check_token_ids,
     read_options,
 )
-
-_INLINE_CHARS: Final = 2_000
-"""Longer texts are tokenized on a thread: the event loop streams for everybody else."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +64,7 @@ async def prepare(
     """Checks and tokenizes `request`, whose ids are names of `scope`. Raises ServiceError with
     every violation at once, those in `complain` before included."""
     scheduler = backend.scheduler
-    check_known(request, complain)
+    await aside(partial(check_known, request, complain), request.ByteSize() > LARGE)
     if request.HasField("request_id"):
         check_id("request_id", request.request_id, complain, limits)
     options = read_options(
@@ -161,7 +154,7 @@ async def encode_input(
 ) -> tuple[int, ...]:
     """Token ids for `Tokenize`. Raises ServiceError with every violation at once."""
     complain = Violations()
-    check_known(request, complain)
+    await aside(partial(check_known, request, complain), request.ByteSize() > LARGE)
     special = request.add_special_tokens if request.HasField("add_special_tokens") else None
     ids: tuple[int, ...] | None = None
     match request.WhichOneof("input"):
@@ -185,14 +178,15 @@ async def decode_ids(
 ) -> str:
     """Text for `Detokenize`. Raises ServiceError with every violation at once."""
     complain = Violations()
-    check_known(request, complain)
-    check_token_ids(request.token_ids, "token_ids", complain, info.vocab_size)
-    complain.raise_found()
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-    ids = tuple(request.token_ids)
-    return await _aside(
-        partial(tokenizer.decode, ids, skip_special_tokens=skip), len(ids) > _INLINE_CHARS
-    )
+
+    def decode() -> str:
+        check_known(request, complain)
+        check_token_ids(request.token_ids, "token_ids", complain, info.vocab_size)
+        complain.raise_found()
+        return tokenizer.decode(tuple(request.token_ids), skip_special_tokens=skip)
+
+    return await aside(decode, len(request.token_ids) > LARGE)
 
 
 async def _generate_input(
@@ -205,11 +199,13 @@ async def _generate_input(
         case "chat":
             ids = await _encode_chat(request.chat, backend.tokenizer, complain, limits)
         case "tokenized":
-            return _given_ids(request.tokenized, complain, vocab_size)
+            given = request.tokenized
+            read = partial(_given_ids, given, complain, vocab_size)
+            return await aside(read, len(given.input_ids) > LARGE)
         case _:
             complain("input", "one of text, tokenized and chat is required")
             return None
-    if ids and max(ids) >= vocab_size:
+    if ids and await aside(partial(max, ids), len(ids) > LARGE) >= vocab_size:
         complain("input", f"holds a token beyond the model's vocabulary of {vocab_size}")
         return None
     return ids
@@ -244,8 +240,8 @@ async def _encode_text(
     if len(text) > limits.max_text_chars:
         complain("text", f"at most {limits.max_text_chars} characters, is {len(text)}")
         return None
-    ids = await _aside(
-        partial(tokenizer.encode, text, add_special_tokens=special), len(text) > _INLINE_CHARS
+    ids = await aside(
+        partial(tokenizer.encode, text, add_special_tokens=special), len(text) > LARGE
     )
     if not ids:
         complain("text", "encodes to no token at all")
@@ -260,11 +256,11 @@ async def _encode_chat(
     if template is None:
         complain("chat", "this model has no chat template; send text or tokenized")
         return None
-    conversation = read_chat(chat, template.reserved, complain, limits)
-    if conversation is None:
-        return None
 
-    def encode() -> tuple[int, ...]:
+    def encode() -> tuple[int, ...] | None:
+        conversation = read_chat(chat, template.reserved, complain, limits)
+        if conversation is None:
+            return None
         text = template.render(
             conversation.messages,
             tools=conversation.tools,
@@ -276,11 +272,11 @@ async def _encode_chat(
         return tokenizer.encode(text, add_special_tokens=False)
 
     try:
-        ids = await _aside(encode, chat.ByteSize() > _INLINE_CHARS)
+        ids = await aside(encode, chat.ByteSize() > LARGE)
     except ChatTemplateError as error:
         complain("chat.messages", f"refused by the model's chat template: {error}")
         return None
-    if not ids:
+    if ids == ():
         complain("chat.messages", "the chat template makes an empty prompt of them")
         return None
     return ids
@@ -320,10 +316,3 @@ def _room(
             f"({name} {fits}), is {options.max_tokens}",
         )
     return options.max_tokens or 1
-
-
-async def _aside(function: Callable[[], T], slow: bool) -> T:
-    """Runs `function`, on a thread when it is slow. A cancelled caller does not wait for it."""
-    if not slow:
-        return function()
-    return await anyio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -1,28 +1,35 @@
 """From the scheduler's events to the messages of one `Generate` stream.
 
-A request's sequences run side by side, each in a task of its own; a lock makes one stream of their
-messages. The first bad end is the call's, and ends the others.
+A request's sequences run side by side, each in a task of its own; a `Writer` makes one stream of
+their messages. The first bad end is the call's, and ends the others.
 """
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
+from typing import Final
 
 import anyio
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from scheduler.loop import RequestHandle
 from scheduler.request import Finished, FinishReason, Tokens
+from service.aside import aside
 from service.config import ServerConfig
 from service.endings import Context, cause, complete_message
 from service.errors import Reason, ServiceError, error_of
-from service.logprobs import input_logprobs, output_logprobs
+from service.logprobs import add_input, add_output
 from service.logs import RequestRecord
 from service.metrics import Metrics
 from service.prompt import Prepared
 from service.stream import TextStream
 from service.submission import Handles
 from service.text.tokenizer import Tokenizer
+from service.writing import Writer
+
+_MANY_POSITIONS: Final = 128
+"""Log probabilities of longer prompts become messages on a thread: 20 alternatives at each position
+take some 10 microseconds."""
 
 
 class Relay:
@@ -46,8 +53,7 @@ class Relay:
         self._record = record
         self._metrics = metrics
         self._config = config
-        self._lock = asyncio.Lock()
-        self._delivered = [0] * len(handles)
+        self._writer = Writer(context, limit_s=config.write_timeout_s)
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -63,6 +69,8 @@ class Relay:
         except BaseException as error:
             self._cancel_all(error)
             raise
+        finally:
+            self._writer.close()
 
     async def _side_by_side(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -116,38 +124,40 @@ class Relay:
         delta = stream.feed(event.ids)
         if stream.stop_string is not None:  # first of all, spare the device
             handle.cancel(FinishReason.STOP_STRING)
-        chunk = pb.GenerateStreamChunk(
-            index=index,
-            token_ids=delta.ids,
-            text=delta.text,
-            completion_tokens=stream.completion_tokens,
-            spec_draft_tokens=event.drafted,
-            spec_accepted_tokens=event.accepted,
-        )
+        # Filled in place: what is given to a constructor is copied.
+        message = pb.GenerateResponse(request_id=self._prepared.request_id)
+        chunk = message.chunk
+        chunk.token_ids.extend(delta.ids)
+        chunk.text = delta.text
+        chunk.completion_tokens = stream.completion_tokens
+        chunk.spec_draft_tokens = event.drafted
+        chunk.spec_accepted_tokens = event.accepted
+        chunk.index = index
         if event.logprobs is not None and delta.ids:
-            chunk.output_logprobs.CopyFrom(output_logprobs(event.logprobs, delta.ids))
+            add_output(chunk.output_logprobs, event.logprobs, delta.ids)
         if event.prompt_logprobs is not None:
             prompt_ids = self._prepared.requests[index].prompt_ids
-            chunk.input_logprobs.CopyFrom(input_logprobs(event.prompt_logprobs, prompt_ids))
-        await self._write(chunk=chunk)
-        self._delivered[index] = stream.completion_tokens
-        self._record.delivered_tokens = sum(self._delivered)
+            add = partial(add_input, chunk.input_logprobs, event.prompt_logprobs, prompt_ids)
+            await aside(add, len(prompt_ids) > _MANY_POSITIONS)
+        await self._writer.write(message)
+        self._record.delivered_tokens += len(delta.ids)
 
     async def _finish(self, index: int, end: Finished, stream: TextStream) -> None:
         """Sends the rest of the text and `complete`. Raises ServiceError for a bad end."""
         error = error_of(end.reason, end.detail, retry_after_s=self._config.retry_after_s)
         if error is not None and not stream.ended:
             raise error
+        request_id = self._prepared.request_id
         if rest := stream.finish():
             chunk = pb.GenerateStreamChunk(
                 index=index, text=rest, completion_tokens=stream.completion_tokens
             )
-            await self._write(chunk=chunk)
+            await self._writer.write(pb.GenerateResponse(request_id=request_id, chunk=chunk))
         self._check_form(index, stream)
         complete = complete_message(end, stream, self._prepared, index)
         reasons = {*filter(None, self._record.reason.split(",")), complete.finish_reason}
         self._record.reason = ",".join(sorted(reasons))
-        await self._write(complete=complete)
+        await self._writer.write(pb.GenerateResponse(request_id=request_id, complete=complete))
 
     def _check_form(self, index: int, stream: TextStream) -> None:
         """Raises ServiceError for a text that its grammar could not finish."""
@@ -157,22 +167,3 @@ class Relay:
                 Reason.GRAMMAR_LIMIT,
                 f"sampling_params.{self._prepared.options.form}: {constraint.failure}",
             )
-
-    async def _write(
-        self,
-        *,
-        chunk: pb.GenerateStreamChunk | None = None,
-        complete: pb.GenerateComplete | None = None,
-    ) -> None:
-        """Raises ServiceError when the client does not take the message in time."""
-        message = pb.GenerateResponse(
-            request_id=self._prepared.request_id, chunk=chunk, complete=complete
-        )
-        async with self._lock:
-            try:
-                async with asyncio.timeout(self._config.write_timeout_s):
-                    await self._context.write(message)
-            except TimeoutError:
-                raise ServiceError(
-                    Reason.SLOW_READER, "the stream was left unread for too long"
-                ) from None

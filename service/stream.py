@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.text.stop import StopMatcher
 from service.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(NamedTuple):
     """What a burst adds: ids that belong to the sequence, and text that became certain."""
 
     ids: tuple[int, ...]
@@ -37,6 +36,7 @@ class TextStream:
         """`include_stop` keeps the stop string, or the stop token's text, at the end."""
         self._detokenizer = tokenizer.stream(prompt_ids, skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop_strings, include=include_stop)
+        self._matches = bool(stop_strings)
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop
         self.completion_tokens = 0
@@ -53,15 +53,27 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Takes one burst."""
-        taken: list[int] = []
+        if self.ended:
+            return Delta((), "")
+        taken = 0
         text: list[str] = []
         for token in ids:
-            if self.ended:
+            taken += 1
+            if token in self._stop_ids:
+                self.stop_id = token
+                if not self._include_stop:
+                    break
+            piece = self._detokenizer.feed(token)
+            if self._matches:
+                match = self._matcher.feed(piece)
+                piece = match.text
+                if self.stop_id is None:
+                    self.stop_string = match.matched
+            text.append(piece)
+            if self.stop_id is not None or self.stop_string is not None:
                 break
-            taken.append(token)
-            text.append(self._feed(token))
-        self.completion_tokens += len(taken)
-        return Delta(ids=tuple(taken), text="".join(text))
+        self.completion_tokens += taken
+        return Delta(tuple(ids[:taken]), "".join(text))
 
     def finish(self) -> str:
         """The text held back so far, once no token follows."""
@@ -70,13 +82,3 @@ class TextStream:
         end = self._matcher.feed(self._detokenizer.finish())
         self.stop_string = end.matched
         return end.text + self._matcher.finish()
-
-    def _feed(self, token: int) -> str:
-        if token in self._stop_ids:
-            self.stop_id = token
-            if not self._include_stop:
-                return ""
-        match = self._matcher.feed(self._detokenizer.feed(token))
-        if match.matched is not None and self.stop_id is None:
-            self.stop_string = match.matched
-        return match.text

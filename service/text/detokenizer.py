@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from service.text.pieces import Piece, PieceRule
 
@@ -20,8 +20,20 @@ class Detokenizer:
     token then keeps the leading space that a text of its own would lose.
     """
 
-    def __init__(self, piece_of: PieceOf, rule: PieceRule, continuing: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        piece_of: PieceOf,
+        rule: PieceRule,
+        continuing: Iterable[int] = (),
+        *,
+        whole: Mapping[int, str] | None = None,
+    ) -> None:
+        """`whole`: the texts of some tokens that begin and end between characters, as they are
+        wherever no character is unfinished but at the start of a text."""
         self._piece_of = piece_of
+        self._whole = {} if whole is None else whole
+        self._between = False
+        """The text has begun, and no character is unfinished."""
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors=rule.on_invalid_utf8)
         self._strip = rule.strip_leading
         self._first = True
@@ -30,6 +42,8 @@ class Detokenizer:
 
     def feed(self, token: int) -> str:
         """The text that `token` makes certain, often its own, sometimes none."""
+        if self._between and (known := self._whole.get(token)) is not None:
+            return known
         piece = self._piece_of(token, self._first)
         if piece is None:
             return ""
@@ -38,7 +52,10 @@ class Detokenizer:
             text = self._bytes.decode(piece)
         else:
             text = self._bytes.decode(b"", final=True) + piece
-        return self._without_leading_spaces(text) if self._strip else text
+        if self._strip:
+            text = self._without_leading_spaces(text)
+        self._between = not self._strip and not self._bytes.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """The mark of a character that will stay unfinished, if there is one."""

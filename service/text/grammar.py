@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ import anyio
 import anyio.to_thread
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
+from service.aside import LARGE, aside
 from service.config import GrammarLimits
 from service.text.constraint import CompiledGrammar, GrammarError, Vocabulary, one_line
 from service.text.tokenizer import Tokenizer
@@ -84,7 +86,7 @@ class Grammars:
 
     async def compile(self, form: Form, text: str, tenant: str = "") -> CompiledGrammar:
         """Raises GrammarError: too large, broken, beyond the limits, or no text satisfies it."""
-        self._check_size(form, text)
+        await aside(partial(self._check_size, form, text), len(text) > LARGE)
         tenant = tenant if tenant in self._tenants else ""
         key = hashlib.sha256(f"{form}\0{text}".encode()).digest()
         if (known := self._cached(tenant, key)) is not None:

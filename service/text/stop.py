@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
+class StopMatch(NamedTuple):
     """What a piece of text led to."""
 
     text: str
@@ -21,7 +21,8 @@ class StopMatcher:
 
     Of several matches the one that ends first counts, and of those that end together the longest,
     so the outcome does not depend on how the text was cut. Text is held back exactly while it could
-    be the start of a match. Work is constant per character and stop string (Knuth-Morris-Pratt).
+    be the start of a match. Work is constant per character and stop string (Knuth-Morris-Pratt);
+    where none has begun, it is one search for their first characters.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -32,7 +33,13 @@ class StopMatcher:
         # Longest first: of matches that end together, the first found is the longest.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
+        self._starts: dict[str, list[int]] = {}
+        for n, stop in enumerate(self._stops):
+            self._starts.setdefault(stop[0], []).append(n)
+        any_start = "|".join(map(re.escape, self._starts))
+        self._next_start = re.compile(any_start, re.DOTALL).search
+        self._begun: dict[int, int] = {}
+        """Characters seen of each stop string of which any are."""
         self._include = include
         self._held = ""
 
@@ -41,12 +48,18 @@ class StopMatcher:
         if not self._stops:
             return StopMatch(text)
         pending = self._held + text
-        for index in range(len(self._held), len(pending)):
-            if (stop := self._advance(pending[index])) is not None:
-                end = index + 1
+        index = len(self._held)
+        while index < len(pending):
+            if not self._begun:
+                if (start := self._next_start(pending, index)) is None:
+                    break
+                index = start.start()
+            stop = self._advance(pending[index])
+            index += 1
+            if stop is not None:
                 self._held = ""
-                return StopMatch(pending[: end if self._include else end - len(stop)], stop)
-        cut = len(pending) - max(self._states)
+                return StopMatch(pending[: index if self._include else index - len(stop)], stop)
+        cut = len(pending) - max(self._begun.values(), default=0)
         self._held = pending[cut:]
         return StopMatch(pending[:cut])
 
@@ -56,18 +69,18 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> str | None:
-        matched = None
-        for n, (stop, table) in enumerate(zip(self._stops, self._tables, strict=True)):
-            state = self._states[n]
+        begun: dict[int, int] = {}
+        for n, state in self._begun.items():
+            stop, table = self._stops[n], self._tables[n]
             while state and stop[state] != character:
                 state = table[state]
             if stop[state] == character:
-                state += 1
-            self._states[n] = state
-            if state == len(stop):
-                matched = matched or stop
-                self._states[n] = table[state]
-        return matched
+                begun[n] = state + 1
+        for n in self._starts.get(character, ()):
+            begun.setdefault(n, 1)
+        self._begun = begun
+        ended = [n for n, state in begun.items() if state == len(self._stops[n])]
+        return self._stops[min(ended)] if ended else None
 
 
 def _failure_table(stop: str) -> list[int]:

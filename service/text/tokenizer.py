@@ -40,6 +40,8 @@ class Tokenizer:
         self._raw = raw
         self._rule: PieceRule = rule_of(json.loads(raw.to_str())["decoder"])
         self._pieces: dict[int, Piece] = {}
+        self._whole: dict[int, str] = {}
+        """Of `_pieces`, those that are text by themselves, as such."""
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         """Tokens that are no text, e.g. the end of a turn."""
@@ -92,10 +94,11 @@ class Tokenizer:
     ) -> Detokenizer:
         """A detokenizer for what follows `prompt_ids`."""
         piece_of = self._shown_piece if skip_special_tokens else self._any_piece
+        whole = self._whole if skip_special_tokens else None
         # Of a prompt only its last bytes matter, and whether it shows anything at all.
         shown = (token for token in reversed(prompt_ids) if piece_of(token, True) is not None)
         tail = list(islice(shown, _PRIMING))
-        return Detokenizer(piece_of, self._rule, reversed(tail))
+        return Detokenizer(piece_of, self._rule, reversed(tail), whole=whole)
 
     def _shown_piece(self, token: int, first: bool) -> Piece | None:
         return None if token in self.special_ids else self._any_piece(token, first)
@@ -110,7 +113,19 @@ class Tokenizer:
         if first:
             return self._rule.first_piece(text)
         piece = self._pieces[token] = self._rule.piece(text)
+        if token not in self.special_ids and (whole := _whole(piece)) is not None:
+            self._whole[token] = whole
         return piece
+
+
+def _whole(piece: Piece) -> str | None:
+    """The text of a piece that is no part of a character."""
+    if isinstance(piece, str):
+        return piece
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import pytest
 from selfdraft import Generation
 from selfdraft.v1 import selfdraft_pb2 as pb
 
+from engine.plan import Logprobs
 from service import relay
-from service.logprobs import input_logprobs, output_logprobs
+from service.logprobs import add_input, add_output
 from tests.service.harness import VOCAB, Running, pretend_logprobs, running, saying
 
 pytestmark = pytest.mark.anyio
@@ -64,10 +65,10 @@ async def test_a_stop_string_in_a_burst_cuts_both() -> None:
 async def test_uncut_logprobs_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: those of the whole burst are sent."""
 
-    def uncut(logprobs: object, ids: object) -> pb.OutputLogProbs:
-        return output_logprobs(logprobs, range(len(logprobs.chosen)))  # type: ignore[attr-defined,arg-type]
+    def uncut(target: pb.OutputLogProbs, logprobs: Logprobs, ids: object) -> None:
+        add_output(target, logprobs, range(len(logprobs.chosen)))
 
-    monkeypatch.setattr(relay, "output_logprobs", uncut)
+    monkeypatch.setattr(relay, "add_output", uncut)
     text = "The quick brown fox jumps over the lazy dog. "
     async with running(token=saying(text), acceptance=0.99) as up:
         with pytest.raises(AssertionError):
@@ -108,8 +109,10 @@ async def test_nothing_is_reported_unasked() -> None:
 
 def test_messages_of_one_token_prompts() -> None:
     empty = pretend_logprobs((), 3)
-    message = input_logprobs(empty, (9,))
+    message = pb.InputLogProbs()
+    add_input(message, empty, (9,))
     assert (list(message.token_ids), len(message.token_logprobs)) == ([9], 1)
     assert not message.token_logprobs[0].HasField("value")
-    last = output_logprobs(pretend_logprobs((VOCAB - 1,), 1), (VOCAB - 1,))
+    last = pb.OutputLogProbs()
+    add_output(last, pretend_logprobs((VOCAB - 1,), 1), (VOCAB - 1,))
     assert (list(last.token_ids), len(last.token_logprobs)) == ([VOCAB - 1], 1)
