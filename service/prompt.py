@@ -24,7 +24,6 @@ from service.text.grammar import Grammars
 from service.text.template import ChatTemplateError
 from service.text.tokenizer import Tokenizer
 from service.validation import (
-    NOT_YET,
     Options,
     Violations,
     check_id,
@@ -148,7 +147,8 @@ async def _grammar(
     try:
         return await grammars.compile(options.form, getattr(params, options.form))
     except GrammarError as error:
-        complain(f"sampling_params.{options.form}", str(error))
+        path = f".{error.path}" if error.path else ""
+        complain(f"sampling_params.{options.form}{path}", str(error))
         return None
 
 
@@ -201,7 +201,7 @@ async def _generate_input(
         case "chat":
             ids = await _encode_chat(request.chat, backend.tokenizer, complain, limits)
         case "tokenized":
-            return _given_ids(request.tokenized, complain, vocab_size)
+            return _given_ids(request.tokenized, complain, vocab_size, limits)
         case _:
             complain("input", "one of text, tokenized and chat is required")
             return None
@@ -212,10 +212,12 @@ async def _generate_input(
 
 
 def _given_ids(
-    tokenized: pb.TokenizedInput, complain: Complain, vocab_size: int
+    tokenized: pb.TokenizedInput, complain: Complain, vocab_size: int, limits: RequestLimits
 ) -> tuple[int, ...] | None:
-    if tokenized.original_text:
-        complain("tokenized.original_text", f"{NOT_YET}: must be absent or empty")
+    if len(tokenized.original_text) > limits.max_text_chars:
+        length = len(tokenized.original_text)
+        limit = f"at most {limits.max_text_chars} characters, is {length}"
+        complain("tokenized.original_text", limit)
     ids = tuple(tokenized.input_ids)
     if not ids:
         complain("tokenized.input_ids", "must hold at least one id")

@@ -69,7 +69,8 @@ _PRIORITIES: Final = {
 
 
 class Sampling(TypedDict, total=False):
-    """Fields of `SamplingParams`; see there. At most one of json_schema, regex and grammar."""
+    """Fields of `SamplingParams`; see there. At most one of json_schema, regex, grammar
+    and structural_tag."""
 
     temperature: float
     top_p: float
@@ -88,6 +89,8 @@ class Sampling(TypedDict, total=False):
     """JSON text, or what it would be parsed to."""
     regex: str
     grammar: str
+    structural_tag: str | Mapping[str, Any]
+    """As `json_schema`."""
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool
@@ -465,11 +468,12 @@ def _closed() -> SelfdraftError:
 
 
 def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
-    """The message of these fields; a JSON schema may be given as what its text parses to."""
-    schema = sampling.get("json_schema")
-    if schema is not None and not isinstance(schema, str):
-        sampling["json_schema"] = json.dumps(schema)
-    return pb.SamplingParams(**sampling)  # type: ignore[arg-type]
+    """The message of these fields; JSON may be given as what its text parses to."""
+    fields: dict[str, Any] = {**sampling}
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(fields.get(name), Mapping):
+            fields[name] = json.dumps(fields[name])
+    return pb.SamplingParams(**fields)
 
 
 def chat_input(

@@ -67,9 +67,9 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "id huge": (_ids(2**32 - 1), "tokenized.input_ids[0]", f"0 … {VOCAB - 1}"),
     "prompt too long": (_ids(*[5] * 200), "tokenized", "context length of 200"),
     "original text": (
-        _input(tokenized=pb.TokenizedInput(input_ids=[1], original_text="x")),
+        _input(tokenized=pb.TokenizedInput(input_ids=[1], original_text="x" * 4_000_001)),
         "tokenized.original_text",
-        "not supported yet",
+        "at most 4000000 characters, is 4000001",
     ),
     "no messages": (_chat(), "chat.messages", "at least one"),
     "no role": (_chat(("user", "a"), ("", "b")), "chat.messages[1].role", "not be empty"),
@@ -151,11 +151,6 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     ),
     "n 0": (_sampling(n=0), "sampling_params.n", "must be in 1 … 16, is 0"),
     "n 17": (_sampling(n=17), "sampling_params.n", "must be in 1 … 16, is 17"),
-    "spaces": (
-        _sampling(spaces_between_special_tokens=False),
-        "sampling_params.spaces_between_special_tokens",
-        "must be absent or true",
-    ),
     "logprobs": (_sampling(logprobs=21), "sampling_params.logprobs", "must be in 0 … 20, is 21"),
     "prompt_logprobs": (
         _sampling(prompt_logprobs=2**32 - 1),
@@ -200,7 +195,16 @@ WRONG: dict[str, tuple[Change, str, str]] = {
         "sampling_params.grammar",
         "at most 131072 characters, is 131073",
     ),
-    "structural": (_sampling(structural_tag="x"), "sampling_params.structural_tag", "not supp"),
+    "structural": (
+        _sampling(structural_tag="x"),
+        "sampling_params.structural_tag",
+        "is not JSON",
+    ),
+    "structural inside": (
+        _sampling(structural_tag='{"format": {"type": "any_tokens"}}'),
+        "sampling_params.structural_tag.format.type",
+        "'any_tokens' is not supported: const_string, ",
+    ),
     "form without an end": (
         _sampling(regex="a", ignore_eos=True),
         "sampling_params.ignore_eos",
@@ -260,7 +264,7 @@ NEUTRAL = pb.SamplingParams(
     max_tokens=3,
     min_tokens=0,
     skip_special_tokens=True,
-    spaces_between_special_tokens=True,
+    spaces_between_special_tokens=False,
     ignore_eos=False,
     n=1,
     include_stop_str_in_output=False,
