@@ -34,7 +34,7 @@ from engine.plan import (
 from scheduler.admission import Limits
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
-from scheduler.keeping import SESSION_KEY, Export
+from scheduler.keeping import SESSION_KEY, Export, Flushed
 from scheduler.kv_events import KvEvent, Stored
 from scheduler.prefix import Entry
 from scheduler.request import (
@@ -367,6 +367,17 @@ class Scheduler:
                 self._core.keeping.cancel_import(entry)
                 raise
             return self._core.finish_import(entry, name, self._clock())
+
+        return await self._errand(work)
+
+    async def flush_prefixes(self) -> Flushed:
+        """Forget what is kept for later requests, sessions included, except what queued ones wait
+        for. Steps in flight finish first; others wait. Raises NotRunningError."""
+
+        async def work() -> Flushed:
+            flushed = self._core.keeping.flush()
+            await self._settle()  # the engine drops its boundaries
+            return flushed
 
         return await self._errand(work)
 

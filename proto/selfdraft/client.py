@@ -26,7 +26,7 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypedDict, Unpack
 
@@ -36,7 +36,7 @@ from google.protobuf import struct_pb2
 
 from selfdraft.channel import DEFAULT_OPTIONS, Tls, connect
 from selfdraft.errors import SelfdraftError
-from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry
+from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry, until_answered
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
 
@@ -426,20 +426,15 @@ class Client:
         timeout: float | None,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Any:
-        attempts = Attempts(self._retry, timeout)
-        along = (*self._metadata, *metadata)
-        while True:
+        def attempt(remaining: float | None) -> Awaitable[Any]:
             if self._closed:
                 raise _closed()
-            try:
-                call = getattr(self._stub, method)
-                return await call(request, timeout=attempts.remaining(), metadata=along)
-            except grpc.aio.AioRpcError as error:
-                failure = SelfdraftError.of(error)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            await asyncio.sleep(delay)
+            call = getattr(self._stub, method)
+            opened: Awaitable[Any] = call(request, timeout=remaining, metadata=along)
+            return opened
+
+        along = (*self._metadata, *metadata)
+        return await until_answered(attempt, self._retry, timeout)
 
 
 def _affinity(
