@@ -266,6 +266,7 @@ async def _encode_chat(
         text = template.render(
             conversation.messages,
             tools=conversation.tools,
+            documents=conversation.documents,
             add_generation_prompt=conversation.add_generation_prompt,
             variables=conversation.variables,
             max_chars=limits.max_text_chars,

@@ -42,7 +42,8 @@ from selfdraft.v1 import selfdraft_pb2_grpc
 
 Messages = Sequence[tuple[str, str] | Mapping[str, Any]]
 """In order: (role, content) pairs, or mappings with the fields of `ChatMessage`, of which
-`tool_calls` may be JSON text or what it would be parsed to."""
+`tool_calls` may be JSON text or what it would be parsed to, and `content` a list of
+{"type": "text", "text": …} as OpenAI's API has it."""
 
 Tools = Sequence[str | Mapping[str, Any]]
 """Functions the model may call, each as JSON text or what it would be parsed to."""
@@ -276,6 +277,7 @@ class Client:
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         tools: Tools = (),
+        documents: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         session_id: str | None = None,
@@ -287,8 +289,8 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools` and
-        `template_variables` go with `messages`.
+        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools`,
+        `documents` and `template_variables` go with `messages`.
 
         `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds, of all
         attempts together. Of what the server answers nothing is raised here: errors come from the
@@ -304,9 +306,11 @@ class Client:
         if token_ids is not None:
             request.tokenized.input_ids.extend(token_ids)
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
-        elif tools:
-            raise ValueError("tools: need messages")
+            request.chat.CopyFrom(
+                chat_input(messages, template_variables, tools=tools, documents=documents)
+            )
+        elif tools or documents:
+            raise ValueError("tools, documents: need messages")
         if sampling:
             request.sampling_params.CopyFrom(sampling_params(**sampling))
         if speculation not in _MODES:
@@ -360,6 +364,7 @@ class Client:
         text: str | None = None,
         messages: Messages | None = None,
         tools: Tools = (),
+        documents: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
@@ -369,7 +374,9 @@ class Client:
         if text is not None:
             request.text = text
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
+            request.chat.CopyFrom(
+                chat_input(messages, template_variables, tools=tools, documents=documents)
+            )
         response: pb.TokenizeResponse = await self._unary("Tokenize", request, timeout)
         return list(response.token_ids)
 
@@ -472,11 +479,20 @@ def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
 
 
 def chat_input(
-    messages: Messages, variables: Mapping[str, Any] | None = None, *, tools: Tools = ()
+    messages: Messages,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    tools: Tools = (),
+    documents: Tools = (),
 ) -> pb.ChatInput:
-    """A conversation as a message, with further variables for the template and the functions the
-    model may call. Raises ValueError for a field a message does not have."""
-    chat = pb.ChatInput(messages=map(_chat_message, messages), tools=map(_json_text, tools))
+    """A conversation as a message, with further variables for the template, the functions the
+    model may call, and documents, given as tools are. Raises ValueError for a field that a message
+    does not have."""
+    chat = pb.ChatInput(
+        messages=map(_chat_message, messages),
+        tools=map(_json_text, tools),
+        documents=map(_json_text, documents),
+    )
     if variables:
         kwargs = struct_pb2.Struct()
         kwargs.update(variables)
@@ -491,6 +507,8 @@ def _chat_message(message: tuple[str, str] | Mapping[str, Any]) -> pb.ChatMessag
     fields = {name: value for name, value in message.items() if value is not None}
     if "tool_calls" in fields:
         fields["tool_calls"] = _json_text(fields["tool_calls"])
+    if "content" in fields and not isinstance(fields["content"], str):
+        fields["content_parts"] = [pb.ContentPart(**part) for part in fields.pop("content")]
     return pb.ChatMessage(**fields)
 
 
