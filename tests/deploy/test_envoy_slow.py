@@ -13,8 +13,7 @@ import pytest
 from selfdraft import Client, SelfdraftError
 
 from tests.deploy.envoy import Change, Config, cluster, fleet, leaves
-from tests.service.harness import service_config
-from tests.service.test_endings import saying
+from tests.service.harness import saying, service_config
 
 pytestmark = pytest.mark.anyio
 
