@@ -32,6 +32,16 @@ class Export:
     pages: NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flushed:
+    """What a flush has freed."""
+
+    boundaries: int
+    sessions: int
+    pages: int
+    """Pages that nobody holds any more; those of running rows are not among them."""
+
+
 class Keeping:
     """The prefix cache of one core and the sessions that pin parts of it."""
 
@@ -120,6 +130,20 @@ class Keeping:
             and sequence.produced
             and not sequence.spoiled
             and sequence.cause not in NOTHING_TO_KEEP
+        )
+
+    def flush(self) -> Flushed:
+        """Forget every prefix but those that queued requests wait for, with their sessions. Rows
+        that started from one have their own state, and hold their pages. Only with no step in
+        flight."""
+        free, sessions = self._pool.unused, len(self.sessions)
+        gone = [entry for entry in self.cache if entry.standing is not Yield.AWAITED]
+        for entry in gone:
+            self.cache.evict(entry, "flush")
+        return Flushed(
+            boundaries=len(gone),
+            sessions=sessions - len(self.sessions),
+            pages=self._pool.unused - free,
         )
 
     # --- files -----------------------------------------------------------------------------------

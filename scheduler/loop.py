@@ -29,7 +29,7 @@ from scheduler.core import SchedulerCore
 from scheduler.engine_thread import EngineThread
 from scheduler.errands import Errands
 from scheduler.handle import RequestHandle
-from scheduler.keeping import SESSION_KEY
+from scheduler.keeping import SESSION_KEY, Flushed
 from scheduler.kv_events import KvEvent, Stored
 from scheduler.request import Event, Finished, FinishReason, GenerationRequest, NotRunningError
 from scheduler.sessions import SessionInfo
@@ -241,6 +241,18 @@ class Scheduler:
                 self._core.keeping.cancel_import(entry)
                 raise
             return self._core.finish_import(entry, name, self._clock())
+
+        self._check_running()
+        return await self._errands.do(work)
+
+    async def flush_prefixes(self) -> Flushed:
+        """Forget what is kept for later requests, sessions included, except what queued ones wait
+        for. Steps in flight finish first; others wait. Raises NotRunningError."""
+
+        async def work() -> Flushed:
+            flushed = self._core.keeping.flush()
+            await self._settle()  # the engine drops its boundaries
+            return flushed
 
         self._check_running()
         return await self._errands.do(work)

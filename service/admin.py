@@ -102,6 +102,22 @@ class AdminServicer:
 
         return await self._answer(request, context, answer)
 
+    async def FlushPrefixCache(  # noqa: N802
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        """Nothing is kept afterwards that nobody waits for."""
+
+        async def answer() -> pb.FlushPrefixCacheResponse:
+            scheduler = self._door.look().scheduler
+            freed = await scheduler.flush_prefixes()
+            counts = dataclasses.asdict(freed)
+            info = scheduler.info
+            size = freed.pages * info.page_bytes + freed.boundaries * info.boundary_bytes
+            self._logger.info("prefix cache flushed", **counts, bytes=size)
+            return pb.FlushPrefixCacheResponse(**counts, bytes=size)
+
+        return await self._answer(request, context, answer)
+
     async def ExportSession(  # noqa: N802
         self, request: pb.ExportSessionRequest, context: Context
     ) -> pb.ExportSessionResponse:

@@ -92,6 +92,16 @@ def sessions() -> None:
 
 
 @admin_app.command()
+def flush() -> None:
+    """Forget every kept prefix and session, except what queued requests wait for."""
+    found = _ask(lambda admin: admin.flush_prefix_cache())
+    typer.echo(
+        f"freed {found.boundaries} prefixes of {found.sessions} sessions and others:"
+        f" {found.pages} pages, {found.bytes} bytes"
+    )
+
+
+@admin_app.command()
 def files() -> None:
     """List the files of the server's session folder."""
     _show(("name", "bytes"), _ask(lambda admin: admin.session_files()))

@@ -20,6 +20,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    documents: list[dict[str, Any]]
     variables: dict[str, Any]
     add_generation_prompt: bool
 
@@ -38,6 +39,7 @@ def read_chat(
     conversation = Conversation(
         messages=[reader.message(m, f"chat.messages[{n}]") for n, m in enumerate(chat.messages)],
         tools=reader.tools(chat),
+        documents=reader.documents(chat),
         variables=_integers(MessageToDict(chat.chat_template_kwargs)),
         add_generation_prompt=(
             chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
@@ -61,7 +63,7 @@ class _Reader:
     def check_size(self, chat: pb.ChatInput) -> None:
         if not chat.messages:
             self._bad("chat.messages", "must hold at least one message")
-        chars = sum(len(m.content) + len(m.tool_calls) for m in chat.messages)
+        chars = sum(map(_chars, chat.messages)) + sum(map(len, chat.documents))
         if chars > self._limits.max_text_chars:
             limit = f"at most {self._limits.max_text_chars} characters, are {chars}"
             self._bad("chat.messages", limit)
@@ -77,7 +79,7 @@ class _Reader:
     def message(self, message: pb.ChatMessage, path: str) -> dict[str, Any]:
         """A field that is absent is no key: templates ask for what is defined."""
         self._check_length(f"{path}.role", message.role, self._limits.max_role_chars)
-        seen: dict[str, Any] = {"role": message.role, "content": message.content}
+        seen: dict[str, Any] = {"role": message.role, "content": self._content(message, path)}
         if message.HasField("name"):
             self._check_length(f"{path}.name", message.name, self._limits.max_role_chars)
             seen["name"] = message.name
@@ -92,7 +94,35 @@ class _Reader:
             most = self._limits.max_tool_call_id_chars
             self._check_length(f"{path}.tool_call_id", message.tool_call_id, most)
             seen["tool_call_id"] = message.tool_call_id
+        if message.HasField("reasoning_content"):
+            seen["reasoning_content"] = message.reasoning_content
         return seen
+
+    def _content(self, message: pb.ChatMessage, path: str) -> str | list[dict[str, str]]:
+        if not message.content_parts:
+            return message.content
+        parts, most = message.content_parts, self._limits.max_content_parts
+        if message.content:
+            self._bad(f"{path}.content", "must be empty beside content_parts")
+        if len(parts) > most:
+            self._bad(f"{path}.content_parts", f"at most {most}, are {len(parts)}")
+            return ""
+        for n, part in enumerate(parts):
+            if part.type != "text":
+                at = f"{path}.content_parts[{n}].type"
+                self._bad(at, f"{part.type[:40]!r} is not supported: only text")
+        return [{"type": "text", "text": part.text} for part in parts]
+
+    def documents(self, chat: pb.ChatInput) -> list[dict[str, Any]]:
+        most = self._limits.max_documents
+        if len(chat.documents) > most:
+            self._bad("chat.documents", f"at most {most}, are {len(chat.documents)}")
+        if not self.sound:  # nor is what is too long parsed
+            return []
+        return [
+            self._json(f"chat.documents[{n}]", text, _is_object, "a JSON object")
+            for n, text in enumerate(chat.documents)
+        ]
 
     def tools(self, chat: pb.ChatInput) -> list[dict[str, Any]]:
         limits, chars = self._limits, sum(map(len, chat.tools))
@@ -131,6 +161,11 @@ class _Reader:
             self._bad(field, f"must be {wanted}")
             return None
         return value
+
+
+def _chars(message: pb.ChatMessage) -> int:
+    said = len(message.content) + sum(len(part.text) for part in message.content_parts)
+    return said + len(message.tool_calls) + len(message.reasoning_content)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -95,6 +95,12 @@ class RequestLimits:
     max_json_depth: int = 64
     """Nesting of that JSON and of `tool_calls`. Templates recurse into it."""
 
+    max_documents: int = 256
+    """Documents of a chat. Their characters count as those of messages."""
+
+    max_content_parts: int = 256
+    """Parts of one message."""
+
     max_tool_call_id_chars: int = 128
     """Characters of the id of a tool call."""
 
@@ -105,7 +111,8 @@ class RequestLimits:
         _at_least(self, 1, "default_max_tokens", "max_request_id_chars", "max_text_chars")
         _at_least(self, 1, "max_n", "max_messages", "max_role_chars")
         _at_least(self, 1, "max_json_depth", "max_tool_call_id_chars")
-        _at_least(self, 0, "max_template_bytes", "max_tools", "max_tools_chars")
+        _at_least(self, 0, "max_template_bytes", "max_tools", "max_tools_chars", "max_documents")
+        _at_least(self, 0, "max_content_parts")
         _at_least(self, 0, "max_stop_strings", "max_stop_string_chars", "max_stop_ids")
         if self.max_stop_ids > MAX_STOP_IDS:
             raise SettingError("max_stop_ids", f"must be at most {MAX_STOP_IDS}")

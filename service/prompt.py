@@ -22,7 +22,6 @@ from service.text.grammar import Grammars
 from service.text.template import ChatTemplateError
 from service.text.tokenizer import Tokenizer
 from service.validation import (
-    NOT_YET,
     Options,
     Violations,
     check_id,
@@ -145,7 +144,8 @@ async def _grammar(
     try:
         return await grammars.compile(options.form, getattr(params, options.form), tenant)
     except GrammarError as error:
-        complain(f"sampling_params.{options.form}", str(error))
+        path = f".{error.path}" if error.path else ""
+        complain(f"sampling_params.{options.form}{path}", str(error))
         return None
 
 
@@ -200,7 +200,7 @@ async def _generate_input(
             ids = await _encode_chat(request.chat, backend.tokenizer, complain, limits)
         case "tokenized":
             given = request.tokenized
-            read = partial(_given_ids, given, complain, vocab_size)
+            read = partial(_given_ids, given, complain, vocab_size, limits)
             return await aside(read, len(given.input_ids) > LARGE)
         case _:
             complain("input", "one of text, tokenized and chat is required")
@@ -212,10 +212,12 @@ async def _generate_input(
 
 
 def _given_ids(
-    tokenized: pb.TokenizedInput, complain: Complain, vocab_size: int
+    tokenized: pb.TokenizedInput, complain: Complain, vocab_size: int, limits: RequestLimits
 ) -> tuple[int, ...] | None:
-    if tokenized.original_text:
-        complain("tokenized.original_text", f"{NOT_YET}: must be absent or empty")
+    if len(tokenized.original_text) > limits.max_text_chars:
+        length = len(tokenized.original_text)
+        limit = f"at most {limits.max_text_chars} characters, is {length}"
+        complain("tokenized.original_text", limit)
     ids = tuple(tokenized.input_ids)
     if not ids:
         complain("tokenized.input_ids", "must hold at least one id")
@@ -264,6 +266,7 @@ async def _encode_chat(
         text = template.render(
             conversation.messages,
             tools=conversation.tools,
+            documents=conversation.documents,
             add_generation_prompt=conversation.add_generation_prompt,
             variables=conversation.variables,
             max_chars=limits.max_text_chars,

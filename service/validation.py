@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -76,11 +76,6 @@ def read_options(
     """Options of `request`. What is out of range goes to `complain`; the result is then no good."""
     params = request.sampling_params
     ignore_eos = params.ignore_eos if params.HasField("ignore_eos") else False
-    if not value_of(params, "spaces_between_special_tokens", True):
-        complain(
-            "sampling_params.spaces_between_special_tokens",
-            f"{NOT_YET}: must be absent or true",
-        )
     mode, depth_cap = read_speculation(request, complain)
     n = _sequences(params, complain, min(limits.max_n, max_n))
     session_id, reuse_prefix = _session(request, complain, limits, n)
@@ -222,11 +217,8 @@ def _logprobs(params: pb.SamplingParams, name: str, complain: Complain) -> int |
 
 def _form(params: pb.SamplingParams, complain: Complain) -> Form | None:
     """Which grammar there is, if it goes together with the rest; not whether it is a good one."""
-    form: Form | Literal["structural_tag"] | None = params.WhichOneof("constraint")
+    form: Form | None = params.WhichOneof("constraint")
     if form is None:
-        return None
-    if form == "structural_tag":
-        complain("sampling_params.structural_tag", f"{NOT_YET}: must be absent")
         return None
     if params.ignore_eos:
         complain(

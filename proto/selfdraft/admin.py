@@ -8,14 +8,13 @@ Messages are those of `selfdraft.v1.admin_pb2`. Errors are `SelfdraftError`s.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any, Self
 
-import grpc.aio
-
 from selfdraft.channel import Tls, connect
-from selfdraft.errors import SelfdraftError
 from selfdraft.propagation import trace_metadata
+from selfdraft.retry import DEFAULT_RETRY, Retry, until_answered
 from selfdraft.v1 import admin_pb2 as pb
 from selfdraft.v1 import admin_pb2_grpc
 
@@ -31,12 +30,16 @@ class AdminClient:
         token: str | None = None,
         insecure_token: bool = False,
         timeout: float = 60.0,
+        retry: Retry | None = DEFAULT_RETRY,
     ) -> None:
-        """Arguments as for `Client`; `timeout` is each call's deadline in seconds. Raises
-        InsecureTokenError."""
+        """Arguments as for `Client`; `timeout` is each call's deadline in seconds, over all of its
+        attempts. Calls that move a session are made once whatever `retry` says: after an attempt
+        whose answer was lost, another would find its own file there (FILE_EXISTS), or overwrite
+        what came in between. Raises InsecureTokenError."""
         connection = connect(target, tls=tls, token=token, insecure_token=insecure_token)
         self._channel, self._metadata = connection.channel, connection.metadata
         self._timeout = timeout
+        self._retry = retry
         self._stub: Any = admin_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -72,6 +75,12 @@ class AdminClient:
         response: pb.ListAllSessionsResponse = await self._call("ListAllSessions", request)
         return list(response.sessions)
 
+    async def flush_prefix_cache(self) -> pb.FlushPrefixCacheResponse:
+        """Forgets every kept prefix that no queued request waits for."""
+        request = pb.FlushPrefixCacheRequest()
+        response: pb.FlushPrefixCacheResponse = await self._call("FlushPrefixCache", request)
+        return response
+
     async def export_session(
         self, session_id: str, name: str, *, tenant: str = "", overwrite: bool = False
     ) -> pb.ExportSessionResponse:
@@ -79,7 +88,7 @@ class AdminClient:
         request = pb.ExportSessionRequest(
             tenant=tenant, session_id=session_id, name=name, overwrite=overwrite
         )
-        response: pb.ExportSessionResponse = await self._call("ExportSession", request)
+        response: pb.ExportSessionResponse = await self._call("ExportSession", request, once=True)
         return response
 
     async def import_session(
@@ -87,7 +96,7 @@ class AdminClient:
     ) -> pb.TenantSession:
         """Reads a file of the server's folder."""
         request = pb.ImportSessionRequest(name=name, tenant=tenant, session_id=session_id)
-        response: pb.ImportSessionResponse = await self._call("ImportSession", request)
+        response: pb.ImportSessionResponse = await self._call("ImportSession", request, once=True)
         return response.session
 
     async def session_files(self) -> list[pb.SessionFile]:
@@ -96,9 +105,12 @@ class AdminClient:
         response: pb.ListSessionFilesResponse = await self._call("ListSessionFiles", request)
         return list(response.files)
 
-    async def _call(self, method: str, request: Any) -> Any:
-        call, along = getattr(self._stub, method), (*self._metadata, *trace_metadata())
-        try:
-            return await call(request, timeout=self._timeout, metadata=along)
-        except grpc.aio.AioRpcError as error:
-            raise SelfdraftError.of(error) from error
+    async def _call(self, method: str, request: Any, *, once: bool = False) -> Any:
+        along = (*self._metadata, *trace_metadata())
+
+        def attempt(remaining: float | None) -> Awaitable[Any]:
+            call = getattr(self._stub, method)
+            opened: Awaitable[Any] = call(request, timeout=remaining, metadata=along)
+            return opened
+
+        return await until_answered(attempt, None if once else self._retry, self._timeout)

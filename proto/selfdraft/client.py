@@ -29,7 +29,7 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypedDict, Unpack
 
@@ -40,13 +40,14 @@ from google.protobuf import struct_pb2
 from selfdraft.channel import DEFAULT_OPTIONS, Tls, connect
 from selfdraft.errors import SelfdraftError
 from selfdraft.propagation import trace_metadata
-from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry
+from selfdraft.retry import DEFAULT_RETRY, Attempts, Retry, until_answered
 from selfdraft.v1 import selfdraft_pb2 as pb
 from selfdraft.v1 import selfdraft_pb2_grpc
 
 Messages = Sequence[tuple[str, str] | Mapping[str, Any]]
 """In order: (role, content) pairs, or mappings with the fields of `ChatMessage`, of which
-`tool_calls` may be JSON text or what it would be parsed to."""
+`tool_calls` may be JSON text or what it would be parsed to, and `content` a list of
+{"type": "text", "text": …} as OpenAI's API has it."""
 
 Tools = Sequence[str | Mapping[str, Any]]
 """Functions the model may call, each as JSON text or what it would be parsed to."""
@@ -73,7 +74,8 @@ _PRIORITIES: Final = {
 
 
 class Sampling(TypedDict, total=False):
-    """Fields of `SamplingParams`; see there. At most one of json_schema, regex and grammar."""
+    """Fields of `SamplingParams`; see there. At most one of json_schema, regex, grammar
+    and structural_tag."""
 
     temperature: float
     top_p: float
@@ -92,6 +94,8 @@ class Sampling(TypedDict, total=False):
     """JSON text, or what it would be parsed to."""
     regex: str
     grammar: str
+    structural_tag: str | Mapping[str, Any]
+    """As `json_schema`."""
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool
@@ -277,6 +281,7 @@ class Client:
         token_ids: Sequence[int] | None = None,
         messages: Messages | None = None,
         tools: Tools = (),
+        documents: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         session_id: str | None = None,
@@ -288,8 +293,8 @@ class Client:
         metadata: Sequence[tuple[str, str]] = (),
         **sampling: Unpack[Sampling],
     ) -> Generation:
-        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools` and
-        `template_variables` go with `messages`.
+        """Starts a generation from exactly one of `text`, `token_ids` and `messages`; `tools`,
+        `documents` and `template_variables` go with `messages`.
 
         `max_depth` caps speculation (0 turns it off); `timeout` is the deadline in seconds, of all
         attempts together. Of what the server answers nothing is raised here: errors come from the
@@ -305,9 +310,11 @@ class Client:
         if token_ids is not None:
             request.tokenized.input_ids.extend(token_ids)
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
-        elif tools:
-            raise ValueError("tools: need messages")
+            request.chat.CopyFrom(
+                chat_input(messages, template_variables, tools=tools, documents=documents)
+            )
+        elif tools or documents:
+            raise ValueError("tools, documents: need messages")
         if sampling:
             request.sampling_params.CopyFrom(sampling_params(**sampling))
         if speculation not in _MODES:
@@ -366,6 +373,7 @@ class Client:
         text: str | None = None,
         messages: Messages | None = None,
         tools: Tools = (),
+        documents: Tools = (),
         template_variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
@@ -375,7 +383,9 @@ class Client:
         if text is not None:
             request.text = text
         if messages is not None:
-            request.chat.CopyFrom(chat_input(messages, template_variables, tools=tools))
+            request.chat.CopyFrom(
+                chat_input(messages, template_variables, tools=tools, documents=documents)
+            )
         response: pb.TokenizeResponse = await self._unary("Tokenize", request, timeout)
         return list(response.token_ids)
 
@@ -432,20 +442,16 @@ class Client:
         timeout: float | None,
         metadata: Sequence[tuple[str, str]] = (),
     ) -> Any:
-        attempts = Attempts(self._retry, timeout)
         along = (*self._metadata, *metadata, *trace_metadata(metadata))
-        while True:
+
+        def attempt(remaining: float | None) -> Awaitable[Any]:
             if self._closed:
                 raise _closed()
-            try:
-                call = getattr(self._stub, method)
-                return await call(request, timeout=attempts.remaining(), metadata=along)
-            except grpc.aio.AioRpcError as error:
-                failure = SelfdraftError.of(error)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            await asyncio.sleep(delay)
+            call = getattr(self._stub, method)
+            opened: Awaitable[Any] = call(request, timeout=remaining, metadata=along)
+            return opened
+
+        return await until_answered(attempt, self._retry, timeout)
 
 
 def _affinity(
@@ -474,19 +480,29 @@ def _closed() -> SelfdraftError:
 
 
 def sampling_params(**sampling: Unpack[Sampling]) -> pb.SamplingParams:
-    """The message of these fields; a JSON schema may be given as what its text parses to."""
-    schema = sampling.get("json_schema")
-    if schema is not None and not isinstance(schema, str):
-        sampling["json_schema"] = json.dumps(schema)
-    return pb.SamplingParams(**sampling)  # type: ignore[arg-type]
+    """The message of these fields; JSON may be given as what its text parses to."""
+    fields: dict[str, Any] = {**sampling}
+    for name in ("json_schema", "structural_tag"):
+        if isinstance(fields.get(name), Mapping):
+            fields[name] = json.dumps(fields[name])
+    return pb.SamplingParams(**fields)
 
 
 def chat_input(
-    messages: Messages, variables: Mapping[str, Any] | None = None, *, tools: Tools = ()
+    messages: Messages,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    tools: Tools = (),
+    documents: Tools = (),
 ) -> pb.ChatInput:
-    """A conversation as a message, with further variables for the template and the functions the
-    model may call. Raises ValueError for a field a message does not have."""
-    chat = pb.ChatInput(messages=map(_chat_message, messages), tools=map(_json_text, tools))
+    """A conversation as a message, with further variables for the template, the functions the
+    model may call, and documents, given as tools are. Raises ValueError for a field that a message
+    does not have."""
+    chat = pb.ChatInput(
+        messages=map(_chat_message, messages),
+        tools=map(_json_text, tools),
+        documents=map(_json_text, documents),
+    )
     if variables:
         kwargs = struct_pb2.Struct()
         kwargs.update(variables)
@@ -501,6 +517,8 @@ def _chat_message(message: tuple[str, str] | Mapping[str, Any]) -> pb.ChatMessag
     fields = {name: value for name, value in message.items() if value is not None}
     if "tool_calls" in fields:
         fields["tool_calls"] = _json_text(fields["tool_calls"])
+    if "content" in fields and not isinstance(fields["content"], str):
+        fields["content_parts"] = [pb.ContentPart(**part) for part in fields.pop("content")]
     return pb.ChatMessage(**fields)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
+import grpc.aio
 
 from selfdraft.errors import SelfdraftError
 
@@ -122,3 +124,20 @@ class Attempts:
         if error.reason == "DUPLICATE_REQUEST":
             return self._unanswered
         return error.reason in policy.reasons
+
+
+async def until_answered(
+    attempt: Callable[[float | None], Awaitable[Any]], policy: Retry | None, timeout: float | None
+) -> Any:
+    """The answer of a call of one request, made again as `policy` says. `attempt` opens the call
+    with the seconds that are left of `timeout`. Raises SelfdraftError."""
+    attempts = Attempts(policy, timeout)
+    while True:
+        try:
+            return await attempt(attempts.remaining())
+        except grpc.aio.AioRpcError as error:
+            failure = SelfdraftError.of(error)
+            delay = attempts.delay_after(failure)
+            if delay is None:
+                raise failure from error
+        await asyncio.sleep(delay)

@@ -27,6 +27,11 @@ _SLOW_MASKS: Final = 4
 class GrammarError(Exception):
     """This grammar cannot be used; the text, one short line, says why."""
 
+    def __init__(self, message: str, path: str = "") -> None:
+        """`path` leads to what is wrong in a grammar that has parts, e.g. `format.tags[1].end`."""
+        super().__init__(message)
+        self.path = path
+
 
 class Vocabulary:
     """The model's token ids as grammars see them."""
@@ -43,6 +48,13 @@ class Vocabulary:
         self.special_tokens = sorted(
             pieces[token].decode(errors="replace") for token in special if pieces[token]
         )
+        self.special_token_ids = {
+            pieces[token].decode(): token for token in special if _is_text(pieces[token])
+        }
+        """Those with a name, by it."""
+        self.end_names = frozenset(
+            name for name, token in self.special_token_ids.items() if token in self.eos_ids
+        )
         self._not_end = ~self.end_mask
         wrapped = TokenizerWrapper(_Wrapped(tokenizer, pieces, special, min(self.eos_ids)))
         self.raw = LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=sorted(self.eos_ids))
@@ -58,6 +70,13 @@ class Vocabulary:
         for token in tokens:
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        return len(piece.decode()) > 1
+    except UnicodeDecodeError:
+        return False
 
 
 class _Wrapped:

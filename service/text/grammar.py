@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,10 +20,13 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from service.aside import LARGE, aside
 from service.config import GrammarLimits
 from service.text.constraint import CompiledGrammar, GrammarError, Vocabulary, one_line
+from service.text.probe import special_ids
+from service.text.schema import check_schema, with_bounded_space
+from service.text.structural_tag import structural_lark
 from service.text.tokenizer import Tokenizer
 from service.text.turns import Turns
 
-Form = Literal["json_schema", "regex", "grammar"]
+Form = Literal["json_schema", "regex", "grammar", "structural_tag"]
 """The fields of the API that constrain a text."""
 
 _LIMITS: Final[dict[str, Any]] = {
@@ -35,10 +38,6 @@ _LIMITS: Final[dict[str, Any]] = {
 }
 """Of llguidance. They keep a mask, which the engine waits for, within tens of milliseconds in the
 worst case, and a grammar within some hundred megabytes."""
-
-
-_MAX_SPACE: Final = 20
-"""Characters: a line's end and nine levels of indentation."""
 
 
 class Grammars:
@@ -123,13 +122,20 @@ class Grammars:
         if not self._can_end:
             raise GrammarError("this model has no end token, so no text could be complete")
         if form == "json_schema":
-            _check_schema(text, self.limits.max_depth)
+            check_schema(text, self.limits.max_depth)
         elif form == "regex" and (len(text) - len(text.rstrip("\\"))) % 2:
             raise GrammarError("ends in a lone backslash")  # llguidance would leave it out
 
     async def _compile(self, form: Form, text: str, vocabulary: Vocabulary) -> CompiledGrammar:
-        source = _source(form, text)
-        await self._probe(source, vocabulary)
+        if form == "structural_tag":
+            read = partial(self._structural, text, vocabulary)
+            long = len(text) > LARGE
+            source = await aside(partial(read, vocabulary.special_token_ids), long)
+            # The process that tries it has a vocabulary of its own.
+            tried = await aside(partial(read, special_ids(vocabulary.special_tokens)), long)
+        else:
+            source = tried = _source(form, text)
+        await self._probe(tried, vocabulary)
 
         def build() -> CompiledGrammar:
             limits = LLParserLimits(**_LIMITS)
@@ -139,6 +145,15 @@ class Grammars:
             return CompiledGrammar(matcher, vocabulary)
 
         return await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
+
+    def _structural(self, text: str, vocabulary: Vocabulary, ids: Mapping[str, int]) -> str:
+        return structural_lark(
+            text,
+            ids={name: ids[name] for name in vocabulary.special_token_ids},
+            end_names=vocabulary.end_names,
+            max_depth=self.limits.max_depth,
+            tail=_ALL_SPELLINGS,
+        )
 
     async def _probe(self, source: str, vocabulary: Vocabulary) -> None:
         """Compiles it where it may do harm. A cancelled wait, at the time limit, ends the process.
@@ -165,44 +180,12 @@ class Grammars:
 _ALL_SPELLINGS: Final = '\n%llguidance {"no_forcing": true}\n'
 
 
-def _source(form: Form, text: str) -> str:
+def _source(form: Literal["json_schema", "regex", "grammar"], text: str) -> str:
     """The grammar as Lark."""
     match form:
         case "json_schema":
-            return f"start: %json {_with_bounded_space(text)}{_ALL_SPELLINGS}"
+            return f"start: %json {with_bounded_space(text)}{_ALL_SPELLINGS}"
         case "regex":
             return f"start: /{regex_to_lark(text, '')}/{_ALL_SPELLINGS}"
         case "grammar":
             return f"{text}{_ALL_SPELLINGS}"
-
-
-def _with_bounded_space(text: str) -> str:
-    """A schema that says how much white space may stand between the parts of a value: small models
-    fall for it and write nothing else until their tokens are used up."""
-    schema = json.loads(text)
-    if schema is True:
-        text, schema = "{}", {}
-    if schema is False or "x-guidance" in schema:
-        return text
-    options = json.dumps({"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{_MAX_SPACE}}}"})
-    comma = "," if schema else ""
-    return f'{{"x-guidance": {options}{comma}{text.strip()[1:]}'
-
-
-def _check_schema(text: str, max_depth: int) -> None:
-    """Raises GrammarError unless `text` is a JSON object or boolean, nested at most so deep."""
-    try:
-        schema: Any = json.loads(text)
-    except ValueError as error:
-        raise GrammarError(f"is not JSON: {one_line(str(error))}") from None
-    except RecursionError:
-        raise GrammarError(f"nested at most {max_depth} deep") from None
-    if not isinstance(schema, dict | bool):
-        raise GrammarError("must be a JSON object")
-    level: list[Any] = [schema]
-    for _ in range(max_depth + 1):
-        parts = [part for part in level if isinstance(part, dict | list)]
-        level = [x for p in parts for x in (p.values() if isinstance(p, dict) else p)]
-        if not level:
-            return
-    raise GrammarError(f"nested at most {max_depth} deep")

@@ -22,15 +22,23 @@ _STACK_BYTES = 4 * 1024 * 1024
 """Half of what a server's thread has: what fits here fits there."""
 
 
+_END_ID = 256
+
+
+def special_ids(special: list[str]) -> dict[str, int]:
+    """Ids of the special tokens in the vocabulary that grammars are tried with."""
+    return {name: _END_ID + 1 + n for n, name in enumerate(special)}
+
+
 class _Bytes:
     """A tokenizer of 256 bytes and the model's special tokens: all that a grammar can name."""
 
-    eos_token_id = 256
+    eos_token_id = _END_ID
     bos_token_id = None
 
     def __init__(self, special: list[str]) -> None:
         self.tokens = [bytes([n]) for n in range(256)] + [b"\xff<end>"]
-        self.special_token_ids = list(range(256, 257 + len(special)))
+        self.special_token_ids = [_END_ID, *special_ids(special).values()]
         self.tokens += [token.encode() for token in special]
 
     def __call__(self, text: str | bytes) -> list[int]:

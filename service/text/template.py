@@ -8,6 +8,7 @@ count, for one that loops over what a client has sent should not hold the server
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -55,27 +56,42 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template is not valid: {error}") from error
+        self._takes_parts = True
+        self._takes_parts = self._shows_parts()
+
+    def _shows_parts(self) -> bool:
+        """Whether it shows the text of a part, and not the list that it is in."""
+        probe = "selfdraft0"
+        said = {"role": "user", "content": [{"type": "text", "text": probe}]}
+        try:
+            text = self.render([said], add_generation_prompt=False, max_chars=100_000)
+        except ChatTemplateError:
+            return False
+        return probe in text and not re.search(rf"""['"]text['"]: ['"]{probe}""", text)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         max_chars: int = MAX_PROMPT_CHARS,
     ) -> str:
-        """The text of a conversation. Without `tools` the template's `tools` is none. `variables`
-        must not name one of `reserved`.
+        """The text of a conversation. Without `tools` the template's `tools` is none, and so with
+        `documents`. A message's content may be a list of {"type": "text", "text": …}: a template
+        that takes only texts gets these joined by line ends. `variables` must not name one of
+        `reserved`.
 
         Raises ChatTemplateError when the template refuses or fails on these messages, or makes
         more than `max_chars` characters of them.
         """
         try:
             parts = self._template.generate(
-                messages=list(messages),
+                messages=list(messages if self._takes_parts else map(_joined_parts, messages)),
                 tools=list(tools) or None,
-                documents=None,
+                documents=list(documents) or None,
                 add_generation_prompt=add_generation_prompt,
                 range=_Counter(),
                 **self._special_tokens,
@@ -88,6 +104,14 @@ class ChatTemplate:
             raise ChatTemplateError(error.message or type(error).__name__) from error
         except Exception as error:  # whatever a template's own expression can raise
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def _joined_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As vLLM does for such templates."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 class _GenerationTag(Extension):

@@ -98,6 +98,10 @@ class Envoy:
             for at in [host["address"]["socket_address"]]
         }
 
+    async def allocated(self) -> int:
+        """Bytes of its heap."""
+        return int(json.loads(await _get(self._admin, "memory"))["allocated"])
+
     async def until_healthy(self, targets: set[str]) -> None:
         """Waits until just these workers get new calls."""
         with anyio.fail_after(6):

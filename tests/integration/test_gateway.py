@@ -176,6 +176,31 @@ def test_tools(fleet: Fleet) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_tools_in_a_format_of_their_own(fleet: Fleet, named: bool) -> None:
+    """smg asks for a call with Inkling's tags as structural tag, and reads it from the text."""
+    gateway = Gateway(*fleet.workers, options=(*STICKY, "--tool-call-parser", "inkling"))
+    try:
+        gateway.wait(workers=2)
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        must: Any = {"type": "function", "function": {"name": "order"}} if named else "required"
+        answer = client.chat.completions.create(
+            model=MODEL, messages=PROMPT, tools=TOOLS, tool_choice=must, max_tokens=200, seed=1
+        )
+    finally:
+        gateway.stop()
+    calls = answer.choices[0].message.tool_calls
+    assert calls, answer
+    for call in calls:
+        assert call.type == "function"
+        assert call.function.name == "order"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens, "drafts are held to it, not turned off"
+
+
 def test_log_probabilities(fleet: Fleet) -> None:
     [choice] = fleet.chat(max_tokens=4, logprobs=True, top_logprobs=2).choices
     content = choice.logprobs.content

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import grpc
 import pytest
-from selfdraft import AdminClient, Client, SelfdraftError
+from selfdraft import AdminClient, Client, Retry, SelfdraftError
 from selfdraft.v1 import admin_pb2 as pb
 
 from service.admin import settings
@@ -301,3 +301,76 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="session folder"):
         SessionFiles(tmp_path / "file" / "below").prepare()
+
+
+async def test_a_flush_forgets_what_is_kept_and_touches_nothing_that_runs(site: Site) -> None:
+    async with site.serving(step_s=0.002) as (up, admin):
+        for tenant in ("ada", "bob"):
+            await site.chat(up, tenant)
+        turn = site.next_turn()
+        info = up.server.door.look().scheduler.info
+        async with Client(up.target, token=site.tokens["ada"], retry=None) as client:
+            running_on = client.generate(text="x", max_tokens=40, ignore_eos=True)
+            await running_on.request_id()
+            freed = await admin.flush_prefix_cache()
+            assert (freed.sessions, freed.boundaries >= 2, freed.pages > 0) == (2, True, True)
+            kept = freed.pages * info.page_bytes + freed.boundaries * info.boundary_bytes
+            assert freed.bytes == kept
+            assert [s.session_id for s in await admin.sessions()] == []
+            assert await running_on.text()
+        await up.until_idle()
+        now = up.statistics
+        assert now.evictions["flush"] == freed.boundaries
+        assert now.sessions_ended["flush"] == 2
+        assert await site.chat(up, "bob", **turn) == 0  # nothing is left to start from
+        again = await admin.flush_prefix_cache()  # what has ended since
+        assert again.boundaries > 0
+        last = await admin.flush_prefix_cache()
+        assert (last.boundaries, last.sessions, last.pages, last.bytes) == (0, 0, 0, 0)
+        assert up.statistics.boundaries_used == 0
+        assert len(up.log_lines("prefix cache flushed")) == 3
+
+
+async def test_a_flush_leaves_what_a_queued_group_waits_for(site: Site) -> None:
+    """Members of a group start from the first one's prompt, which is kept for them."""
+    async with site.serving(step_s=0.01, max_rows=1) as (up, admin):
+        async with Client(up.target, token=site.tokens["ada"], retry=None) as client:
+            group = client.generate(text="def add(a, b):", n=3, max_tokens=20, ignore_eos=True)
+            await group.request_id()
+            with anyio.fail_after(10):
+                while up.statistics.boundaries_used == 0:
+                    await anyio.sleep(0.005)
+            freed = await admin.flush_prefix_cache()
+            assert freed.boundaries == 0
+            await group.texts()
+        assert [group.completes[index].cached_tokens > 0 for index in (1, 2)] == [True, True]
+
+
+async def test_safe_calls_are_made_again_and_those_that_move_a_session_once() -> None:
+    async with AdminClient("127.0.0.1:1", timeout=5, retry=Retry(initial_delay_s=0)) as admin:
+        made: list[str] = []
+
+        def stub(name: str) -> Callable[..., Any]:
+            call = getattr(real, name)
+
+            def counted(*parts: Any, **named: Any) -> Any:
+                made.append(name)
+                return call(*parts, **named)
+
+            return counted
+
+        real, admin._stub = admin._stub, type("Stub", (), {})()
+        calls: dict[str, tuple[Call, int]] = {
+            "Drain": (lambda a: a.drain(), 5),
+            "GetConfig": (lambda a: a.config(), 5),
+            "FlushPrefixCache": (lambda a: a.flush_prefix_cache(), 5),
+            "ListSessionFiles": (lambda a: a.session_files(), 5),
+            "ExportSession": (lambda a: a.export_session("s", "n", overwrite=True), 1),
+            "ImportSession": (lambda a: a.import_session("n", "s"), 1),
+        }
+        for name, (call, attempts) in calls.items():
+            setattr(admin._stub, name, stub(name))
+            with pytest.raises(SelfdraftError) as caught:
+                await call(admin)
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+            assert made.count(name) == attempts, name

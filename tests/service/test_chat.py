@@ -26,6 +26,15 @@ def with_tools(*tools: str) -> pb.ChatInput:
     return chat_input([("user", "x")], tools=tools)
 
 
+def in_parts(*parts: tuple[str, str], content: str = "") -> pb.ChatInput:
+    made = [pb.ContentPart(type=kind, text=text) for kind, text in parts]
+    return a_message(content_parts=made, content=content)
+
+
+def with_documents(*documents: str) -> pb.ChatInput:
+    return chat_input([("user", "x")], documents=documents)
+
+
 WRONG: dict[str, tuple[pb.ChatInput, str, str]] = {
     "an empty name": (a_message(name=""), "chat.messages[1].name", "must not be empty"),
     "a long name": (a_message(name="x" * 65), "chat.messages[1].name", "at most 64 characters"),
@@ -50,6 +59,46 @@ WRONG: dict[str, tuple[pb.ChatInput, str, str]] = {
         a_message(tool_calls=f'[{{"a": "{"x" * 4_000_000}"}}]'),
         "chat.messages",
         "at most 4000000 characters",
+    ),
+    "an image": (
+        in_parts(("text", "a"), ("image_url", "")),
+        "chat.messages[1].content_parts[1].type",
+        "'image_url' is not supported: only text",
+    ),
+    "parts and content": (
+        in_parts(("text", "a"), content="b"),
+        "chat.messages[1].content",
+        "must be empty beside content_parts",
+    ),
+    "too many parts": (
+        in_parts(*[("text", "a")] * 257),
+        "chat.messages[1].content_parts",
+        "at most 256, are 257",
+    ),
+    "large parts": (
+        in_parts(*[("text", "x" * 2_000_001)] * 2),
+        "chat.messages",
+        "at most 4000000 characters, are 4000002",
+    ),
+    "large thoughts": (
+        a_message(reasoning_content="x" * 4_000_001),
+        "chat.messages",
+        "at most 4000000 characters, are 4000001",
+    ),
+    "large documents": (
+        with_documents(*['{"text": "' + "x" * 2_000_000 + '"}'] * 2),
+        "chat.messages",
+        "at most 4000000 characters, are 40000",
+    ),
+    "too many documents": (
+        with_documents(*["{}"] * 257),
+        "chat.documents",
+        "at most 256, are 257",
+    ),
+    "a document that is no object": (
+        with_documents("{}", '"x"'),
+        "chat.documents[1]",
+        "must be a JSON object",
     ),
     "a tool that is no JSON": (with_tools("{}", "x"), "chat.tools[1]", "is not JSON: "),
     "a tool that is no object": (with_tools("[1]"), "chat.tools[0]", "must be a JSON object"),
@@ -152,7 +201,39 @@ async def test_tools_and_calls_reach_the_template() -> None:
         await generation.text()
         assert generation.complete is not None
         assert generation.complete.prompt_tokens == len(ids)
-        with pytest.raises(ValueError, match="tools: need messages"):
+        with pytest.raises(ValueError, match="tools, documents: need messages"):
             up.client.generate(text="x", tools=[tool])
         without = await up.client.tokenize(messages=[("user", "x")])
         assert (await up.client.detokenize(without)).startswith("null / user")
+
+
+async def test_thoughts_parts_and_documents_reach_the_template() -> None:
+    source = (
+        "{% for d in documents or [] %}{{ d.title }}:{{ d.n }};{% endfor %}"
+        "{% for m in messages %}{{ m.role[0] }}"
+        "{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endif %}"
+        "{% if m.reasoning_content is defined %}<{{ m.reasoning_content }}>{% endif %}"
+        "{% endfor %}"
+    )
+
+    def shows() -> Tokenizer:
+        own = tokenizer()
+        own.chat_template = ChatTemplate(source, {})
+        return own
+
+    parts = [{"type": "text", "text": text} for text in ("a", "", "b")]
+    messages: list[Any] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "yes", "reasoning_content": ""},
+    ]
+    documents: list[Any] = [{"title": "T", "n": 3}, '{"title": "U", "n": [1]}']
+    async with running(with_tokenizer=shows) as up:
+        ids = await up.client.tokenize(messages=messages, documents=documents)
+        assert await up.client.detokenize(ids) == "T:3;U:[1];u[a][][b]ayes<>"
+        generation = up.client.generate(messages=messages, documents=documents, max_tokens=1)
+        await generation.text()
+        assert generation.complete is not None
+        assert generation.complete.prompt_tokens == len(ids)
+        plain = await up.client.tokenize(messages=[("user", "a")])
+        assert await up.client.detokenize(plain) == "ua"

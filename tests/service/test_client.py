@@ -92,12 +92,12 @@ def test_parameters_become_fields() -> None:
     assert dict(params.logit_bias) == {3: -1.5}
     assert (params.n, params.HasField("logprobs"), params.repetition_penalty) == (2, True, 1.25)
     assert sampling_params(json_schema='{"a": 1}').json_schema == '{"a": 1}'
+    assert json.loads(sampling_params(structural_tag={"format": {}}).structural_tag) == {
+        "format": {}
+    }
     # Every parameter there is can be given by name, and has its documentation in one place.
     fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert fields - Sampling.__annotations__.keys() == {
-        "spaces_between_special_tokens",
-        "structural_tag",
-    }
+    assert fields - Sampling.__annotations__.keys() == {"spaces_between_special_tokens"}
     assert Sampling.__annotations__.keys() <= fields
 
 

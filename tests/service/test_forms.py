@@ -163,3 +163,32 @@ async def test_guided_requests_are_counted_and_logged() -> None:
         first, second = up.log_lines()
         assert first["constraint"] == "regex"
         assert "constraint" not in second
+
+
+async def test_a_call_between_its_tags() -> None:
+    form = {
+        "type": "triggered_tags",
+        "triggers": ["<call="],
+        "tags": [
+            {
+                "begin": "<call=order>",
+                "content": {"type": "json_schema", "json_schema": SCHEMA},
+                "end": "</call>",
+            }
+        ],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
+    async with running(metrics=True) as up:
+        for seed in range(3):
+            generation = up.client.generate(
+                text="x", structural_tag={"format": form}, seed=seed, max_tokens=120
+            )
+            found = re.fullmatch("<call=order>(.*)</call>", await generation.text(), re.DOTALL)
+            assert found
+            jsonschema.validate(json.loads(found[1]), SCHEMA)
+            assert generation.complete is not None
+            assert generation.complete.finish_reason == "stop"
+        await up.idle()
+        now = await up.metrics()
+        assert now['selfdraft_guided_requests_total{form="structural_tag"}'] == 3

@@ -112,6 +112,8 @@ def test_tokens_tls_and_an_operator(secure: Secure, run: Run) -> None:
     assert "again: " in admin("import", "monday", "again", "--tenant", "ada")[1]
     tenants = admin("tenants")[1].splitlines()
     assert tenants[1].split()[:4] == ["ada", "0", "1", "0"]
+    assert "of 2 sessions and others: " in admin("flush")[1]
+    assert "chat" not in admin("sessions")[1]
     assert "draining: 0 running" in admin("drain")[1]
     secure.server.wait_for("stopped")
     assert secure.server.process.wait(timeout=20) == 0

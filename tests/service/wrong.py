@@ -39,9 +39,9 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "id huge": (with_ids(2**32 - 1), "tokenized.input_ids[0]", f"0 … {VOCAB - 1}"),
     "prompt too long": (with_ids(*[5] * 200), "tokenized", "context length of 200"),
     "original text": (
-        with_input(tokenized=pb.TokenizedInput(input_ids=[1], original_text="x")),
+        with_input(tokenized=pb.TokenizedInput(input_ids=[1], original_text="x" * 4_000_001)),
         "tokenized.original_text",
-        "not supported yet",
+        "at most 4000000 characters, is 4000001",
     ),
     "no messages": (with_chat(), "chat.messages", "at least one"),
     "no role": (with_chat(("user", "a"), ("", "b")), "chat.messages[1].role", "not be empty"),
@@ -131,11 +131,6 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     ),
     "n 0": (with_sampling(n=0), "sampling_params.n", "must be in 1 … 16, is 0"),
     "n 17": (with_sampling(n=17), "sampling_params.n", "must be in 1 … 16, is 17"),
-    "spaces": (
-        with_sampling(spaces_between_special_tokens=False),
-        "sampling_params.spaces_between_special_tokens",
-        "must be absent or true",
-    ),
     "logprobs": (
         with_sampling(logprobs=21),
         "sampling_params.logprobs",
@@ -188,7 +183,16 @@ WRONG: dict[str, tuple[Change, str, str]] = {
         "sampling_params.grammar",
         "at most 131072 characters, is 131073",
     ),
-    "structural": (with_sampling(structural_tag="x"), "sampling_params.structural_tag", "not supp"),
+    "structural": (
+        with_sampling(structural_tag="x"),
+        "sampling_params.structural_tag",
+        "is not JSON",
+    ),
+    "structural inside": (
+        with_sampling(structural_tag='{"format": {"type": "any_tokens"}}'),
+        "sampling_params.structural_tag.format.type",
+        "'any_tokens' is not supported: const_string, ",
+    ),
     "form without an end": (
         with_sampling(regex="a", ignore_eos=True),
         "sampling_params.ignore_eos",

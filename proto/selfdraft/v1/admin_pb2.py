@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18selfdraft/v1/admin.proto\x12\x0cselfdraft.v1\"\x0e\n\x0c\x44rainRequest\"6\n\rDrainResponse\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\r\x12\x15\n\rlimit_seconds\x18\x02 \x01(\x01\"\x12\n\x10GetConfigRequest\"<\n\x11GetConfigResponse\x12\'\n\x08settings\x18\x01 \x03(\x0b\x32\x15.selfdraft.v1.Setting\"&\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\x1c\n\x1aGetTenantStatisticsRequest\"N\n\x1bGetTenantStatisticsResponse\x12/\n\x07tenants\x18\x01 \x03(\x0b\x32\x1e.selfdraft.v1.TenantStatistics\"\xaf\x01\n\x10TenantStatistics\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\x04\x12\x10\n\x08sessions\x18\x08 \x01(\r\"\x18\n\x16ListAllSessionsRequest\"H\n\x17ListAllSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.selfdraft.v1.TenantSession\"n\n\rTenantSession\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x1a\n\x12\x65xpires_in_seconds\x18\x05 \x01(\x01\"n\n\x14\x45xportSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\toverwrite\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_overwrite\"6\n\x15\x45xportSessionResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"H\n\x14ImportSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\"E\n\x15ImportSessionResponse\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.selfdraft.v1.TenantSession\"\x19\n\x17ListSessionFilesRequest\"D\n\x18ListSessionFilesResponse\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.selfdraft.v1.SessionFile\"*\n\x0bSessionFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\xfa\x04\n\x05\x41\x64min\x12@\n\x05\x44rain\x12\x1a.selfdraft.v1.DrainRequest\x1a\x1b.selfdraft.v1.DrainResponse\x12L\n\tGetConfig\x12\x1e.selfdraft.v1.GetConfigRequest\x1a\x1f.selfdraft.v1.GetConfigResponse\x12j\n\x13GetTenantStatistics\x12(.selfdraft.v1.GetTenantStatisticsRequest\x1a).selfdraft.v1.GetTenantStatisticsResponse\x12^\n\x0fListAllSessions\x12$.selfdraft.v1.ListAllSessionsRequest\x1a%.selfdraft.v1.ListAllSessionsResponse\x12X\n\rExportSession\x12\".selfdraft.v1.ExportSessionRequest\x1a#.selfdraft.v1.ExportSessionResponse\x12X\n\rImportSession\x12\".selfdraft.v1.ImportSessionRequest\x1a#.selfdraft.v1.ImportSessionResponse\x12\x61\n\x10ListSessionFiles\x12%.selfdraft.v1.ListSessionFilesRequest\x1a&.selfdraft.v1.ListSessionFilesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18selfdraft/v1/admin.proto\x12\x0cselfdraft.v1\"\x0e\n\x0c\x44rainRequest\"6\n\rDrainResponse\x12\x0e\n\x06\x61\x63tive\x18\x01 \x01(\r\x12\x15\n\rlimit_seconds\x18\x02 \x01(\x01\"\x12\n\x10GetConfigRequest\"<\n\x11GetConfigResponse\x12\'\n\x08settings\x18\x01 \x03(\x0b\x32\x15.selfdraft.v1.Setting\"&\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\x1c\n\x1aGetTenantStatisticsRequest\"N\n\x1bGetTenantStatisticsResponse\x12/\n\x07tenants\x18\x01 \x03(\x0b\x32\x1e.selfdraft.v1.TenantStatistics\"\xaf\x01\n\x10TenantStatistics\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\r\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\x04\x12\x10\n\x08sessions\x18\x08 \x01(\r\"\x18\n\x16ListAllSessionsRequest\"H\n\x17ListAllSessionsResponse\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.selfdraft.v1.TenantSession\"n\n\rTenantSession\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x1a\n\x12\x65xpires_in_seconds\x18\x05 \x01(\x01\"\x19\n\x17\x46lushPrefixCacheRequest\"^\n\x18\x46lushPrefixCacheResponse\x12\x12\n\nboundaries\x18\x01 \x01(\r\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\r\n\x05pages\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"n\n\x14\x45xportSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\toverwrite\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x0c\n\n_overwrite\"6\n\x15\x45xportSessionResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"H\n\x14ImportSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\"E\n\x15ImportSessionResponse\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.selfdraft.v1.TenantSession\"\x19\n\x17ListSessionFilesRequest\"D\n\x18ListSessionFilesResponse\x12(\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x19.selfdraft.v1.SessionFile\"*\n\x0bSessionFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x32\xdd\x05\n\x05\x41\x64min\x12@\n\x05\x44rain\x12\x1a.selfdraft.v1.DrainRequest\x1a\x1b.selfdraft.v1.DrainResponse\x12L\n\tGetConfig\x12\x1e.selfdraft.v1.GetConfigRequest\x1a\x1f.selfdraft.v1.GetConfigResponse\x12j\n\x13GetTenantStatistics\x12(.selfdraft.v1.GetTenantStatisticsRequest\x1a).selfdraft.v1.GetTenantStatisticsResponse\x12^\n\x0fListAllSessions\x12$.selfdraft.v1.ListAllSessionsRequest\x1a%.selfdraft.v1.ListAllSessionsResponse\x12\x61\n\x10\x46lushPrefixCache\x12%.selfdraft.v1.FlushPrefixCacheRequest\x1a&.selfdraft.v1.FlushPrefixCacheResponse\x12X\n\rExportSession\x12\".selfdraft.v1.ExportSessionRequest\x1a#.selfdraft.v1.ExportSessionResponse\x12X\n\rImportSession\x12\".selfdraft.v1.ImportSessionRequest\x1a#.selfdraft.v1.ImportSessionResponse\x12\x61\n\x10ListSessionFiles\x12%.selfdraft.v1.ListSessionFilesRequest\x1a&.selfdraft.v1.ListSessionFilesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,20 +53,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTALLSESSIONSRESPONSE']._serialized_end=622
   _globals['_TENANTSESSION']._serialized_start=624
   _globals['_TENANTSESSION']._serialized_end=734
-  _globals['_EXPORTSESSIONREQUEST']._serialized_start=736
-  _globals['_EXPORTSESSIONREQUEST']._serialized_end=846
-  _globals['_EXPORTSESSIONRESPONSE']._serialized_start=848
-  _globals['_EXPORTSESSIONRESPONSE']._serialized_end=902
-  _globals['_IMPORTSESSIONREQUEST']._serialized_start=904
-  _globals['_IMPORTSESSIONREQUEST']._serialized_end=976
-  _globals['_IMPORTSESSIONRESPONSE']._serialized_start=978
-  _globals['_IMPORTSESSIONRESPONSE']._serialized_end=1047
-  _globals['_LISTSESSIONFILESREQUEST']._serialized_start=1049
-  _globals['_LISTSESSIONFILESREQUEST']._serialized_end=1074
-  _globals['_LISTSESSIONFILESRESPONSE']._serialized_start=1076
-  _globals['_LISTSESSIONFILESRESPONSE']._serialized_end=1144
-  _globals['_SESSIONFILE']._serialized_start=1146
-  _globals['_SESSIONFILE']._serialized_end=1188
-  _globals['_ADMIN']._serialized_start=1191
-  _globals['_ADMIN']._serialized_end=1825
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=736
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=761
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=763
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=857
+  _globals['_EXPORTSESSIONREQUEST']._serialized_start=859
+  _globals['_EXPORTSESSIONREQUEST']._serialized_end=969
+  _globals['_EXPORTSESSIONRESPONSE']._serialized_start=971
+  _globals['_EXPORTSESSIONRESPONSE']._serialized_end=1025
+  _globals['_IMPORTSESSIONREQUEST']._serialized_start=1027
+  _globals['_IMPORTSESSIONREQUEST']._serialized_end=1099
+  _globals['_IMPORTSESSIONRESPONSE']._serialized_start=1101
+  _globals['_IMPORTSESSIONRESPONSE']._serialized_end=1170
+  _globals['_LISTSESSIONFILESREQUEST']._serialized_start=1172
+  _globals['_LISTSESSIONFILESREQUEST']._serialized_end=1197
+  _globals['_LISTSESSIONFILESRESPONSE']._serialized_start=1199
+  _globals['_LISTSESSIONFILESRESPONSE']._serialized_end=1267
+  _globals['_SESSIONFILE']._serialized_start=1269
+  _globals['_SESSIONFILE']._serialized_end=1311
+  _globals['_ADMIN']._serialized_start=1314
+  _globals['_ADMIN']._serialized_end=2047
 # @@protoc_insertion_point(module_scope)

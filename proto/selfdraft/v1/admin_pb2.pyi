@@ -90,6 +90,22 @@ class TenantSession(_message.Message):
     expires_in_seconds: float
     def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[int] = ..., pages: _Optional[int] = ..., expires_in_seconds: _Optional[float] = ...) -> None: ...
 
+class FlushPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushPrefixCacheResponse(_message.Message):
+    __slots__ = ("boundaries", "sessions", "pages", "bytes")
+    BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    boundaries: int
+    sessions: int
+    pages: int
+    bytes: int
+    def __init__(self, boundaries: _Optional[int] = ..., sessions: _Optional[int] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class ExportSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id", "name", "overwrite")
     TENANT_FIELD_NUMBER: _ClassVar[int]

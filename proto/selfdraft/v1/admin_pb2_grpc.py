@@ -55,6 +55,11 @@ class AdminStub:
                 request_serializer=selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsRequest.SerializeToString,
                 response_deserializer=selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsResponse.FromString,
                 _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/selfdraft.v1.Admin/FlushPrefixCache',
+                request_serializer=selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.ExportSession = channel.unary_unary(
                 '/selfdraft.v1.Admin/ExportSession',
                 request_serializer=selfdraft_dot_v1_dot_admin__pb2.ExportSessionRequest.SerializeToString,
@@ -111,6 +116,16 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushPrefixCache(self, request, context):
+        """Forgets every kept prefix, and with it the sessions that it is kept for, except those that queued
+        requests wait for. Requests that run are not touched: they hold what they started from.
+        Repeating it does no harm. Running generations pause for a moment.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExportSession(self, request, context):
         """Writes what a session keeps to a file in the server's session folder, whole or not at all.
         Running generations pause for as long as that takes.
@@ -161,6 +176,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListAllSessions,
                     request_deserializer=selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsRequest.FromString,
                     response_serializer=selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
             ),
             'ExportSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportSession,
@@ -287,6 +307,33 @@ class Admin:
             '/selfdraft.v1.Admin/ListAllSessions',
             selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsRequest.SerializeToString,
             selfdraft_dot_v1_dot_admin__pb2.ListAllSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/selfdraft.v1.Admin/FlushPrefixCache',
+            selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+            selfdraft_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

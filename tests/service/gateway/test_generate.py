@@ -230,7 +230,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt_logprobs", {"prompt_logprobs": -1}),
     ("logprobs", {"logprobs": 21}),
     ("logit_bias[-4]", {"logit_bias": {-4: 1.0}}),
-    ("structural_tag", {"structural_tag": "{}"}),
+    ("structural_tag.format", {"structural_tag": "{}"}),
     ("grammar", {"grammar": "root ::= ((("}),
     ("choice.choices", {"choice": vllm.ChoiceConstraint()}),
     ("choice.choices", {"choice": vllm.ChoiceConstraint(choices=["a", ""])}),

@@ -248,3 +248,47 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path: Path) 
     own = Tokenizer.load(tmp_path)
     assert own.decode(own.encode(text)) == text
     assert own.encode(text) == Tokenizer.load(FIXTURES / "byte_level").encode(text)
+
+
+def check_parts(template_of: Callable[[str], ChatTemplate]) -> int:
+    """Thoughts, content in parts and documents, as transformers renders them; how many."""
+    cases = json.loads((FIXTURES / "parts.json").read_text())["cases"]
+    for case in cases:
+        text = template_of(case["name"]).render(
+            case["messages"],
+            documents=case["documents"],
+            add_generation_prompt=case["add_generation_prompt"],
+        )
+        assert text == case["expected"], case
+    return len(cases)
+
+
+def family(name: str) -> ChatTemplate:
+    return ChatTemplate(families.FAMILIES[name], MADE["special_tokens"])
+
+
+def test_thoughts_parts_and_documents() -> None:
+    assert check_parts(family) == 20
+
+
+def test_parts_for_a_template_that_takes_only_texts() -> None:
+    parts = [{"type": "text", "text": "a'b"}, {"type": "text", "text": "c"}]
+    for source in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim + '' }}{% endfor %}",
+        "{% for m in messages %}{{ m.content.strip() }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | tojson | replace('\"', '') }}{% endfor %}"
+        "{% if messages[0].content is not string %}{{ raise_exception('no') }}{% endif %}",
+    ):
+        assert ChatTemplate(source, {}).render([{"role": "user", "content": parts}]) == (
+            "a'b\\nc" if "tojson" in source else "a'b\nc"
+        )
+
+
+def test_parts_that_are_joined_for_every_template_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutation: nobody asks the template."""
+    monkeypatch.setattr(ChatTemplate, "_shows_parts", lambda self: False)
+    with pytest.raises(AssertionError):
+        check_parts(family)
