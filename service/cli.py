@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -69,7 +70,9 @@ def serve(
     reflection: options.Reflection = True,
     check: options.Check = False,
     max_rows: options.MaxRows = 16,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
+    max_queue: options.MaxQueue = 64,
+    max_calls: options.MaxCalls = 1024,
+    max_connections: options.MaxConnections = 4096,
     tenants: options.Tenants = None,
     kv_memory: options.KvMemory = None,
     prefix_memory: options.PrefixMemory = None,
@@ -127,6 +130,8 @@ def serve(
             metrics_host=metrics_host,
             insecure=insecure,
             drain_s=drain_seconds,
+            max_concurrent_rpcs=max_calls,
+            max_connections=max_connections,
         ),
         security=options.security_config(
             *(tls_cert, tls_key, tls_client_ca),
@@ -143,11 +148,8 @@ def serve(
         from service.check import run_check
 
         raise typer.Exit(run_check(settings, logger))
-    progress = console.LoadProgress()
-    try:
+    with closing(console.LoadProgress()) as progress:
         code = launch.serve(settings, logger, progress, lambda _: progress.close())
-    finally:
-        progress.close()
     raise typer.Exit(code)
 
 

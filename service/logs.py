@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from scheduler.request import Priority, Usage
+from scheduler.request import FinishReason, Priority, Usage
 from service.config import LogFormat
 from service.prompt import Prepared
 from service.sampling import mode_name
@@ -93,6 +93,9 @@ class RequestRecord:
     """finish_reason of a good end (of several sequences, each that occurred), else the error's
     reason."""
     detail: str = ""
+    ends: tuple[FinishReason, ...] = ()
+    """How the sequences ended for the scheduler, as metrics count them: a client may leave after
+    the end of its text and before it was sent."""
     prepared: Prepared | None = None
     usage: Usage | None = None
     """Summed over the sequences."""
@@ -118,6 +121,7 @@ class RequestRecord:
             values |= _asked(self.prepared)
         if self.usage is not None:
             values |= _used(self.usage, self.delivered_tokens)
+            values["ends"] = list(self.ends)
         logger.log(
             logging.INFO if self.status != "INTERNAL" else logging.ERROR, "request", **values
         )

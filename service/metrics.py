@@ -62,10 +62,16 @@ REFUSALS: Final = (
     Reason.QUEUE_FULL,
     Reason.TENANT_LIMIT,
     Reason.DEADLINE_UNREACHABLE,
+    Reason.TOO_MANY_CALLS,
+    Reason.SLOW_SENDER,
+    Reason.CANCELLED,
+    Reason.DEADLINE_EXCEEDED,
     Reason.LOADING,
     Reason.DRAINING,
     Reason.ENGINE_FAILED,
+    Reason.INTERNAL,
 )
+"""CANCELLED and DEADLINE_EXCEEDED: of calls whose client left before they were admitted."""
 
 TakeStatistics = Callable[[], Statistics | None]
 """A snapshot of the scheduler, None before there is one. Called from the exporter's threads."""

@@ -80,6 +80,13 @@ Speculation = Annotated[
 
 # --- of `serve` -------------------------------------------------------------------------------
 
+MaxQueue = Annotated[int, typer.Option(help="Requests that may wait for a row.")]
+MaxCalls = Annotated[
+    int, typer.Option(help="Calls at once, running and waiting streams included; more are refused.")
+]
+MaxConnections = Annotated[
+    int, typer.Option(help="Connections at once; more are closed as they come.")
+]
 MetricsHost = Annotated[
     str | None, typer.Option(help="Address of the Prometheus port; loopback when absent.")
 ]

@@ -28,13 +28,13 @@ from scheduler.statistics import Statistics
 from service.admin import AdminServicer
 from service.backend import Backend, Door
 from service.config import ServiceConfig
-from service.decoding import DecodeInterceptor
 from service.exposure import metrics_host
 from service.gate import Gate
 from service.gateway import servicer as gateway
 from service.guard import ADMIN, HEALTH, REFLECTION, AuthInterceptor
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
+from service.intake import IntakeInterceptor
 from service.logs import Logger
 from service.metrics import Metrics
 from service.text.grammar import Grammars
@@ -140,8 +140,8 @@ class Server:
         gate = Gate.of(self._config, self._logger)
         server = grpc.aio.server(
             options=server_config.grpc_options(),
-            maximum_concurrent_rpcs=server_config.max_concurrent_rpcs,
-            interceptors=[self._auth(gate), DecodeInterceptor(self._logger)],
+            maximum_concurrent_rpcs=server_config.transport_calls,
+            interceptors=[self._intake(), self._auth(gate)],
         )
         servicer = InferenceServicer(
             door=self.door,
@@ -187,6 +187,14 @@ class Server:
             return ()
         gateway.register(server, inference=servicer, door=self.door, config=self._config)
         return (gateway.SERVICE,)
+
+    def _intake(self) -> IntakeInterceptor:
+        return IntakeInterceptor(
+            config=self._config.server,
+            free_services=[HEALTH, REFLECTION],
+            metrics=self.metrics,
+            logger=self._logger,
+        )
 
     def _auth(self, gate: Gate) -> AuthInterceptor:
         reflects = [REFLECTION] if self._config.security.open_reflection else []
