@@ -48,6 +48,7 @@ async def _soak(server: Served, scale: Scale) -> Report:
     try:
         crowd = await gather(clients, book, scale, server.metrics)
         _say(began, f"{crowd}; now mixed traffic")
+        mixed = len(samples)
         traffic = Traffic(clients, book, scale)
         until = max(began + scale.seconds, time.monotonic() + scale.round_s)
         hostile, _ = await asyncio.gather(_hostile(server.target, scale, until), traffic.run(until))
@@ -75,7 +76,7 @@ async def _soak(server: Served, scale: Scale) -> Report:
         samples=samples,
         idle=idle,
         at_rest=at_rest,
-        growth=growth(samples),
+        growth=growth(samples[mixed:]),
         checks=checks([*book.calls, *theirs], Log.of(server.lines()), server.metrics()),
     )
 

@@ -88,9 +88,11 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample]) -> Growth:
-    """Of at least nine samples; the first third of the time is warm-up."""
-    end = samples[-1].at
-    settled = [sample for sample in samples if sample.at >= end / 3]
+    """Of at least nine samples under one kind of load; the first third of the time is warm-up:
+    kept prefixes fill their budget, the allocator finds its level."""
+    begin, end = samples[0].at, samples[-1].at
+    third = (end - begin) / 3
+    settled = [sample for sample in samples if sample.at >= begin + third]
     hours = [sample.at / 3600 for sample in settled]
     sizes = [sample.rss_mb for sample in settled]
     slope, start = statistics.linear_regression(hours, sizes)
@@ -102,8 +104,8 @@ def growth(samples: Sequence[Sample]) -> Growth:
         tied = statistics.correlation(rest[:-1], rest[1:]) if len(set(rest)) > 2 else 0.0
     tied = min(max(tied, 0.0), 0.95)
     error = noise / spread * math.sqrt((1 + tied) / (1 - tied))
-    last = [sample.rss_mb for sample in settled if sample.at >= end * 2 / 3]
-    middle = [sample.rss_mb for sample in settled if sample.at < end * 2 / 3]
+    last = [sample.rss_mb for sample in settled if sample.at >= end - third]
+    middle = [sample.rss_mb for sample in settled if sample.at < end - third]
     return Growth(
         slope_mb_h=round(slope, 1),
         error_mb_h=round(error, 1),
