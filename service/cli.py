@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -73,7 +74,9 @@ def serve(
     trace_ratio: options.TraceRatio = 1.0,
     check: options.Check = False,
     max_rows: options.MaxRows = 16,
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a row.")] = 64,
+    max_queue: options.MaxQueue = 64,
+    max_calls: options.MaxCalls = 1024,
+    max_connections: options.MaxConnections = 4096,
     tenants: options.Tenants = None,
     kv_memory: options.KvMemory = None,
     prefix_memory: options.PrefixMemory = None,
@@ -92,6 +95,7 @@ def serve(
     default_max_tokens: options.DefaultMaxTokens = 4096,
     drain_seconds: options.DrainSeconds = 30.0,
     log_format: options.LogFormatOption = "pretty",
+    log_all: options.LogAll = False,
     cost_table: options.CostTable = "auto",
 ) -> None:
     """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
@@ -121,6 +125,7 @@ def serve(
         mtp_gate=mtp_gate,
         prefill_chunk=prefill_chunk,
         log_format=log_format,
+        log_all=log_all,
         cost_table=cost_table if cost_table in ("auto", "off") else Path(cost_table),
         limits=RequestLimits(default_max_tokens=default_max_tokens),
         server=ServerConfig(
@@ -131,6 +136,8 @@ def serve(
             metrics_host=metrics_host,
             insecure=insecure,
             drain_s=drain_seconds,
+            max_concurrent_rpcs=max_calls,
+            max_connections=max_connections,
         ),
         security=options.security_config(
             *(tls_cert, tls_key, tls_client_ca),
@@ -149,17 +156,14 @@ def _serve(settings: ServiceConfig, *, check: bool) -> int:
     """Serves, or checks whether that could be; returns the exit code."""
     from service import console, launch, logs
 
-    logger = logs.make_logger(settings.log_format)
+    logger = logs.make_logger(settings.log_format, limited=not settings.log_all)
     logs.capture_stdlib(logger)
     if check:
         from service.check import run_check
 
         return run_check(settings, logger)
-    progress = console.LoadProgress()
-    try:
+    with closing(console.LoadProgress()) as progress:
         return launch.serve(settings, logger, progress, lambda _: progress.close())
-    finally:
-        progress.close()
 
 
 @app.command("gateway")

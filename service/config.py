@@ -143,7 +143,23 @@ class ServerConfig:
     """Speak the Shepherd Model Gateway's protocol on the gRPC port as well."""
 
     max_concurrent_rpcs: int = 1024
-    """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED."""
+    """Calls served at once, streams included; more are refused with RESOURCE_EXHAUSTED. Health
+    checks are answered beyond it."""
+
+    max_connections: int = 4096
+    """Connections at once; further ones are closed as they come. Each takes a file descriptor, and
+    without any left nobody could connect: what the process may open bounds it too."""
+
+    max_connection_idle_s: float = 300.0
+    """A connection without a call for this long is closed, so that idle ones do not fill
+    `max_connections`. Clients reconnect with their next call."""
+
+    handshake_timeout_s: float = 20.0
+    """A connection that has not begun to speak HTTP/2 by then is closed."""
+
+    message_timeout_s: float = 30.0
+    """A call whose message has not come whole by then ends with SLOW_SENDER: it counts as one of
+    `max_concurrent_rpcs` and holds nothing else."""
 
     max_open_calls: int = 128
     """Health watches and reflection streams at once. They need no token, so strangers could
@@ -187,14 +203,21 @@ class ServerConfig:
             raise SettingError("host", "must not be empty")
         if self.metrics_host == "":
             raise SettingError("metrics_host", "must not be empty")
-        _at_least(self, 1, "max_concurrent_rpcs", "max_open_calls")
+        _at_least(self, 1, "max_concurrent_rpcs", "max_open_calls", "max_connections")
         _at_least(self, 1024, "max_message_bytes")
         _positive(self, "min_ping_interval_s", "keepalive_s", "keepalive_timeout_s")
         _positive(self, "max_connection_age_grace_s", "write_timeout_s", "retry_after_s")
+        _positive(self, "max_connection_idle_s", "handshake_timeout_s", "message_timeout_s")
         if self.max_connection_age_s is not None:
             _positive(self, "max_connection_age_s")
         if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
             raise SettingError("drain_s", "must be >= 0 seconds")
+
+    @property
+    def transport_calls(self) -> int:
+        """Calls at which gRPC itself refuses more: enough above `max_concurrent_rpcs` for health
+        checks, and for refusals with a reason."""
+        return 2 * self.max_concurrent_rpcs + self.max_open_calls
 
     def grpc_options(self) -> list[tuple[str, int]]:
         """The gRPC channel arguments that say the same."""
@@ -208,6 +231,16 @@ class ServerConfig:
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
             # Two servers on one port would share its connections at random.
             ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_connection_idle_ms", _ms(self.max_connection_idle_s)),
+            ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
+            # Of one connection; a client keeps back what is more until others have ended. Twice
+            # as many, for health checks are to pass when all calls are taken.
+            ("grpc.max_concurrent_streams", 2 * self.max_concurrent_rpcs),
+            # Calls that came in one go and wait for the event loop. gRPC's own bounds, 1000 and
+            # 3000, would end some of them unseen.
+            ("grpc.server.max_pending_requests", self.transport_calls),
+            ("grpc.server.max_pending_requests_hard_limit", self.transport_calls),
         ]
         if self.max_connection_age_s is not None:
             options += [
@@ -309,6 +342,8 @@ class ServiceConfig:
     tracing: TracingConfig | None = None
     """None: no spans."""
     log_format: LogFormat = "pretty"
+    log_all: bool = False
+    """A line for every call, also for those of a flood that got no token."""
     cost_table: Literal["auto", "off"] | Path = "off"
     """What decode cycles cost: a file that `selfdraft tune` wrote, or `auto` for the user's cache,
     where a clean stop also leaves what was learnt. Used at depth `auto` only."""

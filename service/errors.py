@@ -42,6 +42,7 @@ class Reason(StrEnum):
     DEADLINE_UNREACHABLE = "DEADLINE_UNREACHABLE"
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
     SLOW_READER = "SLOW_READER"
+    SLOW_SENDER = "SLOW_SENDER"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
     ABORTED = "ABORTED"
@@ -108,9 +109,14 @@ CATALOGUE: Final[Mapping[Reason, Kind]] = {
         _RETRY,
     ),
     Reason.TOO_MANY_CALLS: Kind(
-        _Code.RESOURCE_EXHAUSTED, "too many health watches or reflections run at once", _RETRY
+        _Code.RESOURCE_EXHAUSTED,
+        "too many calls, health watches or reflections run at once",
+        _RETRY,
     ),
     Reason.SLOW_READER: Kind(_Code.RESOURCE_EXHAUSTED, "the stream was left unread for too long"),
+    Reason.SLOW_SENDER: Kind(
+        _Code.RESOURCE_EXHAUSTED, "the request's message did not arrive in time"
+    ),
     Reason.DEADLINE_EXCEEDED: Kind(
         _Code.DEADLINE_EXCEEDED, "the call's deadline passed, queued or running"
     ),

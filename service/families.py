@@ -54,10 +54,16 @@ REFUSALS: Final = (
     Reason.QUEUE_FULL,
     Reason.TENANT_LIMIT,
     Reason.DEADLINE_UNREACHABLE,
+    Reason.TOO_MANY_CALLS,
+    Reason.SLOW_SENDER,
+    Reason.CANCELLED,
+    Reason.DEADLINE_EXCEEDED,
     Reason.LOADING,
     Reason.DRAINING,
     Reason.ENGINE_FAILED,
+    Reason.INTERNAL,
 )
+"""CANCELLED and DEADLINE_EXCEEDED: of calls whose client left before they were admitted."""
 
 PHASES: Final = ("tokenizer", "model", "warm_up", "grammar")
 """What a server does before it serves."""

@@ -39,7 +39,7 @@ _LOG_INTERVAL_S: Final = 1.0
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets calls through or refuses them. First of a server's interceptors.
+    """Lets calls through or refuses them, before their message is read.
 
     gRPC runs interceptors in the task that then runs the handler, so the caller set here is what
     the handler reads; were it otherwise, `identity_of` would raise and every call fail.

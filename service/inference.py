@@ -131,6 +131,12 @@ class InferenceServicer:
         except ServiceError as refusal:
             self._metrics.refused(refusal.reason)
             raise
+        except asyncio.CancelledError:
+            self._metrics.refused(gone(context).reason)
+            raise
+        except Exception:
+            self._metrics.refused(Reason.INTERNAL)
+            raise
         record.admitted_at = self._clock()
         self._metrics.admitted(
             prepared.options.mode,
@@ -157,6 +163,7 @@ class InferenceServicer:
         ends = [handle.finished for handle in handles if handle.finished is not None]
         for end in ends:
             self._metrics.finished(end.reason, end.usage)
+        record.ends = tuple(end.reason for end in ends)
         if ends:
             record.usage = total([end.usage for end in ends])
 

@@ -15,6 +15,7 @@ from engine.budget import size
 from engine.plan import Engine
 from service.config import ServiceConfig
 from service.costs import CostSource
+from service.files import fit_files
 from service.logs import Logger
 from service.server import Server
 from service.text.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ def serve(
     fails. Returns the exit code. Raises what `Server.run` raises."""
 
     async def main() -> int:
-        server = make_server(config, logger, progress)
+        server = make_server(fit_files(config, logger), logger, progress)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop.request)

@@ -17,7 +17,7 @@ from typing import Any, Final, TextIO
 
 import structlog
 
-from scheduler.request import Priority, Usage
+from scheduler.request import FinishReason, Priority, Usage
 from service.config import LogFormat
 from service.prompt import Prepared
 from service.sampling import mode_name
@@ -56,7 +56,7 @@ class Lines:
     log = debug = info = warn = warning = error = critical = fatal = exception = msg
 
 
-_STRANGERS: Final = frozenset({"undecodable message", "library message", "unexpected error"})
+_STRANGERS: Final = frozenset({"library message", "unexpected error"})
 """Events that somebody who may not even call can cause as often as he likes."""
 
 BURST: Final = 100
@@ -117,9 +117,14 @@ def _kind(event: MutableMapping[str, Any]) -> str | None:
 
 
 def make_logger(
-    form: LogFormat, stream: TextIO | None = None, *, level: int = logging.INFO
+    form: LogFormat,
+    stream: TextIO | None = None,
+    *,
+    level: int = logging.INFO,
+    limited: bool = True,
 ) -> Logger:
-    """A logger that writes to `stream` (stderr when None). Nothing global is configured."""
+    """A logger that writes to `stream` (stderr when None), without `Limits` if not `limited`.
+    Nothing global is configured."""
     target = stream if stream is not None else sys.stderr
     renderer: Any
     if form == "json":
@@ -129,7 +134,7 @@ def make_logger(
         renderer = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0)
     limits = Limits()
     processors: list[Any] = [
-        limits,
+        *((limits,) if limited else ()),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -207,6 +212,9 @@ class RequestRecord:
     """finish_reason of a good end (of several sequences, each that occurred), else the error's
     reason."""
     detail: str = ""
+    ends: tuple[FinishReason, ...] = ()
+    """How the sequences ended for the scheduler, as metrics count them: a client may leave after
+    the end of its text and before it was sent."""
     prepared: Prepared | None = None
     usage: Usage | None = None
     """Summed over the sequences."""
@@ -233,6 +241,7 @@ class RequestRecord:
             values |= _asked(self.prepared)
         if self.usage is not None:
             values |= _used(self.usage, self.delivered_tokens)
+            values["ends"] = list(self.ends)
         logger.log(
             logging.INFO if self.status != "INTERNAL" else logging.ERROR, "request", **values
         )

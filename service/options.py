@@ -60,6 +60,10 @@ CostTable = Annotated[
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 LogFormatOption = Annotated[str, typer.Option(help="json or pretty.")]
+LogAll = Annotated[
+    bool,
+    typer.Option("--log-all", help="A line for every refused call; else a flood's are counted."),
+]
 
 # --- of texts -----------------------------------------------------------------------------------
 
@@ -80,6 +84,13 @@ Speculation = Annotated[
 
 # --- of `serve` -------------------------------------------------------------------------------
 
+MaxQueue = Annotated[int, typer.Option(help="Requests that may wait for a row.")]
+MaxCalls = Annotated[
+    int, typer.Option(help="Calls at once, running and waiting streams included; more are refused.")
+]
+MaxConnections = Annotated[
+    int, typer.Option(help="Connections at once; more are closed as they come.")
+]
 MetricsHost = Annotated[
     str | None, typer.Option(help="Address of the Prometheus port; loopback when absent.")
 ]

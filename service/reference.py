@@ -26,10 +26,13 @@ Lines on standard error, JSON with `--log-format json`. This page is printed by
 
 - Each `Generate` call makes one line, `request`, when it ends, whatever its end. What its client
   sent and got is not in it: no prompt, text, stop string, schema or metadata; ids are.
-- What calls cannot fill a disk with: lines of calls that got no token, undecodable messages, what
+- What calls cannot fill a disk with: lines of calls that got no token, what
   libraries say and unexpected errors are each bounded to {burst} at once and {per_s:g} a second
   after that. The next line of the kind says how many are missing (`suppressed`), and
   `selfdraft_log_lines_dropped_total` counts them. A call that got a token always has its line.
+  `--log-all` lifts the bounds.
+- Calls that end before their message was read are never many lines either: the first of a kind is
+  one, and for each second after it one more says how many followed.
 - A line that standard error does not take is lost and counted; no request fails for it.
 
 ## Fields of `request`

@@ -29,13 +29,13 @@ from service.admin import AdminServicer
 from service.backend import Backend, Door
 from service.calls import CallInterceptor
 from service.config import ServiceConfig
-from service.decoding import DecodeInterceptor
 from service.exposure import metrics_host
 from service.gate import Gate
 from service.gateway import servicer as gateway
 from service.guard import ADMIN, HEALTH, REFLECTION, AuthInterceptor
 from service.health import HEALTH_SERVICE, SERVICE, Health
 from service.inference import InferenceServicer
+from service.intake import IntakeInterceptor
 from service.logs import Logger, dropped_by
 from service.loopwatch import LoopWatch
 from service.metrics import Metrics
@@ -157,11 +157,8 @@ class Server:
         facts.tls, facts.tokens = gate.tls, gate.tokens
         server = grpc.aio.server(
             options=server_config.grpc_options(),
-            maximum_concurrent_rpcs=server_config.max_concurrent_rpcs,
-            interceptors=[
-                *(CallInterceptor(self.metrics), self._auth(gate)),
-                DecodeInterceptor(self._logger),
-            ],
+            maximum_concurrent_rpcs=server_config.transport_calls,
+            interceptors=[CallInterceptor(self.metrics), self._intake(), self._auth(gate)],
         )
         tracing = self._tracing = Tracing.of(self._config.tracing, self._logger)
         if tracing is not None:
@@ -213,6 +210,14 @@ class Server:
             return ()
         gateway.register(server, inference=servicer, door=self.door, config=self._config)
         return (gateway.SERVICE,)
+
+    def _intake(self) -> IntakeInterceptor:
+        return IntakeInterceptor(
+            config=self._config.server,
+            free_services=[HEALTH, REFLECTION],
+            metrics=self.metrics,
+            logger=self._logger,
+        )
 
     def _auth(self, gate: Gate) -> AuthInterceptor:
         reflects = [REFLECTION] if self._config.security.open_reflection else []

@@ -173,6 +173,14 @@ async def _(folder: Path) -> SelfdraftError:
         return await failing(slow.text())
 
 
+@scenario(Reason.SLOW_SENDER)
+async def _(folder: Path) -> SelfdraftError:
+    config = service_config(server=ServerConfig(message_timeout_s=0.1))
+    async with running(config=config) as up, grpc.aio.insecure_channel(up.target) as channel:
+        method: Any = channel.stream_stream
+        return SelfdraftError.of(await refusal(method("/selfdraft.v1.Inference/Generate")()))
+
+
 @scenario(Reason.DEADLINE_EXCEEDED)
 async def _(folder: Path) -> SelfdraftError:
     """As the server says it: the client's own clock usually speaks first."""
@@ -419,8 +427,8 @@ async def test_limits_of_the_transport_say_their_numbers() -> None:
         await stream.request_id()
         async with Client(up.target) as other:
             error = await failing(other.tokenize(text="x"))
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "Concurrent RPC limit" in error.message
+        assert error.reason == Reason.TOO_MANY_CALLS
+        assert error.message.startswith("1 calls")
 
 
 async def test_prompts_over_their_limits_are_told_the_numbers() -> None:

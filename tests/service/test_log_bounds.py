@@ -394,12 +394,23 @@ async def test_a_slow_loop_is_measured_and_told_of() -> None:
     assert (line["event"], line["lag_s"]) == ("slow event loop", 3.5)
 
 
-async def test_an_undecodable_flood_is_bounded() -> None:
+async def test_an_undecodable_flood_is_bounded_and_counted() -> None:
+    flood = BURST + 30
     async with running() as up:
         async with grpc.aio.insecure_channel(up.target) as channel:
             unary: Any = channel.unary_unary
             call = unary("/selfdraft.v1.Inference/Tokenize")
-            for _ in range(BURST + 30):
+            for _ in range(flood):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await call(b"\xff\xff")
-        assert BURST <= len(up.log_lines("undecodable message")) < BURST + 30
+        with anyio.fail_after(10):
+            while _not_taken(up) < flood:
+                await asyncio.sleep(0.05)
+        assert _not_taken(up) == flood
+        assert len(up.log_lines("call not taken")) < 5
+        assert len(up.log_lines("calls not taken")) < 30
+
+
+def _not_taken(up: Running) -> int:
+    more = sum(line["calls"] for line in up.log_lines("calls not taken"))
+    return int(len(up.log_lines("call not taken")) + more)
