@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from service import options
+from service import options, settings
 from service.admin_cli import admin_app, token_app
+from service.cli_serve import serve
+from service.settings import UsageError
 
 if TYPE_CHECKING:
-    from service.config import ServiceConfig
+    pass
 
 app = typer.Typer(
     name="selfdraft",
@@ -25,12 +26,9 @@ app = typer.Typer(
 
 app.add_typer(admin_app, name="admin")
 app.add_typer(token_app, name="token")
+app.command()(serve)
 
 T = TypeVar("T")
-
-
-class UsageError(Exception):
-    """An option's value is not one of those that exist."""
 
 
 def _version(wanted: bool) -> None:
@@ -48,122 +46,6 @@ def common(
     ] = False,
 ) -> None:
     """Serves a language model that drafts for itself, over gRPC."""
-
-
-@app.command()
-def serve(
-    model: options.Model = None,
-    revision: options.Revision = None,
-    host: options.Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 50051,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = 9464,
-    metrics: Annotated[bool, typer.Option(help="Serve Prometheus metrics.")] = True,
-    gateway: options.Gateway = True,
-    metrics_host: options.MetricsHost = None,
-    insecure: options.Insecure = False,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_client_ca: options.TlsClientCa = None,
-    tokens: options.TokensFile = None,
-    session_dir: options.SessionDir = None,
-    share_prefixes: options.SharePrefixes = False,
-    reflection: options.Reflection = True,
-    otlp_endpoint: options.OtlpEndpoint = None,
-    otlp_insecure: options.OtlpInsecure = False,
-    otlp_ca: options.OtlpCa = None,
-    trace_ratio: options.TraceRatio = 1.0,
-    check: options.Check = False,
-    max_rows: options.MaxRows = 16,
-    max_queue: options.MaxQueue = 64,
-    max_calls: options.MaxCalls = 1024,
-    max_connections: options.MaxConnections = 4096,
-    tenants: options.Tenants = None,
-    kv_memory: options.KvMemory = None,
-    prefix_memory: options.PrefixMemory = None,
-    prefix_cache: options.PrefixCache = True,
-    session_ttl: options.SessionTtl = 600.0,
-    deterministic: options.Deterministic = False,
-    context: options.Context = None,
-    depth: options.DepthOption = "auto",
-    dtype: options.Dtype = "auto",
-    blas: options.Blas = "auto",
-    weights: options.Weights = "auto",
-    mtp_gate: options.Gate = "auto",
-    prefill_chunk: options.PrefillChunk = None,
-    max_token_gap: options.MaxTokenGap = None,
-    prefill_share: options.PrefillShare = 0.25,
-    default_max_tokens: options.DefaultMaxTokens = 4096,
-    drain_seconds: options.DrainSeconds = 30.0,
-    log_format: options.LogFormatOption = "pretty",
-    log_all: options.LogAll = False,
-    cost_table: options.CostTable = "auto",
-) -> None:
-    """Serve a model until SIGTERM. Exit code 0 after a drain, 1 when the engine failed."""
-    from service.config import RequestLimits, ServerConfig, parse_seconds
-
-    settings = _config(
-        model=model,
-        revision=revision,
-        max_rows=max_rows,
-        max_queue=max_queue,
-        kv_memory=kv_memory,
-        prefix_memory=prefix_memory if prefix_cache else prefix_memory or "0",
-        deterministic=deterministic,
-        policy={
-            "prefix_cache": prefix_cache,
-            "session_ttl_s": session_ttl,
-            "max_token_gap_s": None if max_token_gap is None else parse_seconds(max_token_gap),
-            "prefill_share": prefill_share,
-            "share_kept": share_prefixes,
-            **_tenants(tenants),
-        },
-        context=context,
-        depth=depth,
-        dtype=dtype,
-        blas=blas,
-        weights=weights,
-        mtp_gate=mtp_gate,
-        prefill_chunk=prefill_chunk,
-        log_format=log_format,
-        log_all=log_all,
-        cost_table=cost_table if cost_table in ("auto", "off") else Path(cost_table),
-        limits=RequestLimits(default_max_tokens=default_max_tokens),
-        server=ServerConfig(
-            host=host,
-            port=port,
-            metrics_port=metrics_port if metrics else None,
-            gateway=gateway,
-            metrics_host=metrics_host,
-            insecure=insecure,
-            drain_s=drain_seconds,
-            max_concurrent_rpcs=max_calls,
-            max_connections=max_connections,
-        ),
-        security=options.security_config(
-            *(tls_cert, tls_key, tls_client_ca),
-            tokens=tokens,
-            session_dir=session_dir,
-            share_prefixes_between_tenants=share_prefixes,
-            open_reflection=reflection,
-        ),
-        tracing=options.tracing_config(otlp_endpoint, otlp_insecure, otlp_ca, trace_ratio),
-        download=not check,
-    )
-    raise typer.Exit(_serve(settings, check=check))
-
-
-def _serve(settings: ServiceConfig, *, check: bool) -> int:
-    """Serves, or checks whether that could be; returns the exit code."""
-    from service import console, launch, logs
-
-    logger = logs.make_logger(settings.log_format, limited=not settings.log_all)
-    logs.capture_stdlib(logger)
-    if check:
-        from service.check import run_check
-
-        return run_check(settings, logger)
-    with closing(console.LoadProgress()) as progress:
-        return launch.serve(settings, logger, progress, lambda _: progress.close())
 
 
 @app.command("gateway")
@@ -259,7 +141,7 @@ def generate(
         "presence_penalty": presence_penalty,
         "n": n,
         "logprobs": logprobs,
-        **_form(json_schema=json_schema, regex=regex, grammar=grammar),
+        **settings.form(json_schema=json_schema, regex=regex, grammar=grammar),
     }
     ask = Ask(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
@@ -267,10 +149,10 @@ def generate(
         system=system,
         sampling={name: value for name, value in sampling.items() if value is not None},
         session_id=session_id,
-        speculation=_choice("--speculation", speculation, SpeculationMode),
-        max_depth=None if depth == "auto" else _depth(depth),
+        speculation=settings.choice("--speculation", speculation, SpeculationMode),
+        max_depth=None if depth == "auto" else settings.fixed_depth(depth),
         timeout=timeout,
-        priority=_choice("--priority", priority, Priority),
+        priority=settings.choice("--priority", priority, Priority),
     )
     here = {"model": model, "revision": revision, "kv-memory": kv_memory, "context": context}
     if target is not None:
@@ -281,7 +163,7 @@ def generate(
         )
         generate_at(target, ask, reach)
         return
-    settings = _config(
+    config = settings.make_config(
         model=model,
         revision=revision,
         max_rows=min(max(n or 1, 1), 16),  # beyond that the request is refused
@@ -293,7 +175,7 @@ def generate(
         weights=weights,
         mtp_gate=mtp_gate,
     )
-    generate_here(settings, ask)
+    generate_here(config, ask)
 
 
 @app.command()
@@ -345,7 +227,7 @@ def tune(
     sizes = parse_numbers("--rows", rows, 1, MAX_ROWS)
     steps = parse_numbers("--depths", depths, 0, MAX_DEPTH)
     check_seconds(seconds)
-    settings = _config(
+    config = settings.make_config(
         model=model,
         revision=revision,
         max_rows=max(sizes),
@@ -358,7 +240,7 @@ def tune(
         mtp_gate=mtp_gate,
     )
     run_tune(
-        settings.engine,
+        config.engine,
         rows=sizes,
         depths=steps,
         seconds=seconds,
@@ -433,131 +315,6 @@ def demo(
     from service.demo import run_demo
 
     raise typer.Exit(run_demo(model=model, sessions=sessions, compare=compare))
-
-
-def _config(
-    *,
-    model: str | None,
-    revision: str | None,
-    max_rows: int,
-    kv_memory: str | None,
-    context: int | None,
-    depth: str,
-    dtype: str,
-    blas: str,
-    weights: str,
-    mtp_gate: str,
-    max_queue: int = 64,
-    prefill_chunk: int | None = None,
-    prefix_memory: str | None = None,
-    deterministic: bool = False,
-    policy: dict[str, Any] | None = None,
-    log_format: str = "pretty",
-    download: bool = True,
-    **parts: Any,
-) -> ServiceConfig:
-    """The options as one checked config; `policy` is the scheduler's. Raises UsageError,
-    SettingError, ConfigError and ModelNotFoundError."""
-    from engine.config import (
-        BlasChoice,
-        DtypeChoice,
-        EngineConfig,
-        GateChoice,
-        WeightsChoice,
-    )
-    from engine.plan import MAX_DEPTH
-    from scheduler.config import SchedulerConfig
-    from service import models
-    from service.config import LogFormat, ServiceConfig, parse_bytes
-
-    fixed = None if depth == "auto" else _depth(depth)
-    try:
-        scheduler = SchedulerConfig(
-            max_queue=max_queue,
-            max_rows=max_rows,
-            prefill_chunk=prefill_chunk,
-            depth="auto" if fixed is None else fixed,
-            **(policy or {}),
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    path = Path("unresolved")
-    engine: dict[str, Any] = {
-        "dtype": _choice("--dtype", dtype, DtypeChoice),
-        "blas": _choice("--blas", blas, BlasChoice),
-        "weights": _choice("--weights", weights, WeightsChoice),
-        "mtp_gate": _choice("--mtp-gate", mtp_gate, GateChoice),
-        "max_rows": max_rows,
-        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory),
-        "prefix_memory": None if prefix_memory is None else _or_none(prefix_memory),
-        "deterministic": deterministic,
-        "max_depth": MAX_DEPTH if fixed is None else fixed,
-        "prefill_chunk": prefill_chunk,
-        "context": context,
-    }
-    EngineConfig(model=path, **engine).validate()  # before minutes of downloading
-    shape = _choice("--log-format", log_format, LogFormat)
-    try:
-        path = models.resolve(model, revision=revision, download=download)
-    except models.ModelNotFoundError as error:
-        if download:
-            raise
-        raise UsageError(str(error)) from error  # a check finds faults of the configuration
-    return ServiceConfig(
-        engine=EngineConfig(model=path, **engine),
-        scheduler=scheduler,
-        log_format=shape,
-        model_name=models.display_name(model),
-        **parts,
-    )
-
-
-def _or_none(size: str) -> int:
-    """Bytes, of which there may be none."""
-    from service.config import parse_bytes
-
-    return 0 if size.strip() == "0" else parse_bytes(size)
-
-
-def _tenants(path: Path | None) -> dict[str, Any]:
-    """The scheduler's settings for tenants. Raises UsageError and SettingError."""
-    from service.tenant import read_tenants
-
-    return {} if path is None else read_tenants(_read("--tenants", path))
-
-
-def _depth(text: str) -> int:
-    from engine.plan import MAX_DEPTH
-
-    if not text.isdecimal() or int(text) > MAX_DEPTH:
-        raise UsageError(f"--depth: must be auto or 0 … {MAX_DEPTH}, not {text!r}")
-    return int(text)
-
-
-def _form(**forms: Path | str | None) -> dict[str, str]:
-    """The form a text must have, read from its file where it is in one. Raises UsageError."""
-    given = {form: value for form, value in forms.items() if value is not None}
-    options = [f"--{form.replace('_', '-')}" for form in given]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(options)}: a text has one form")
-    return {
-        form: _read(option, value) if isinstance(value, Path) else value
-        for option, (form, value) in zip(options, given.items(), strict=True)
-    }
-
-
-def _read(option: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option}: cannot read {path}: {error}") from error
-
-
-def _choice(option: str, value: str, choices: Any) -> Any:
-    known = get_args(choices)
-    if value not in known:
-        raise UsageError(f"{option}: must be one of {', '.join(known)}, not {value!r}")
-    return value
 
 
 ExitCode = Literal[1, 2]

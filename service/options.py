@@ -43,6 +43,26 @@ PrefixCache = Annotated[
 SessionTtl = Annotated[
     float, typer.Option(help="Seconds for which an unused session keeps its prefix.")
 ]
+MaxSessions = Annotated[
+    int, typer.Option(help="Sessions that keep a prefix at once: as many as people in a chat.")
+]
+MaxQueuedTokens = Annotated[
+    int, typer.Option(help="Prompt tokens that may wait, and so the longest prompt taken.")
+]
+Ageing = Annotated[
+    float,
+    typer.Option(help="Seconds of waiting that lift a request by one priority class."),
+]
+PageWatermark = Annotated[
+    float,
+    typer.Option(
+        help="Share of the KV pages kept for running rows to grow into: more where"
+        " selfdraft_preemptions by pages are many, less where pages stay unused."
+    ),
+]
+SlowReader = Annotated[
+    float, typer.Option(help="Seconds for which a stream may go unread before it is ended.")
+]
 Deterministic = Annotated[
     bool,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pty
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from service.cli import UsageError, _expected, main
+from service.cli import _expected, main
+from service.cli_serve import serve
 from service.config import ServerConfig, ServiceConfig, SettingError, parse_bytes, parse_seconds
 from service.models import ModelNotFoundError, display_name, resolve
+from service.settings import UsageError, of_serve
 from service.text.pieces import byte_of_character
 from tests.engine.tiny_checkpoints import write_checkpoint
 
@@ -132,11 +135,17 @@ def test_options_of_reuse_and_pace_reach_engine_and_scheduler(
         ["--no-prefix-cache"],
         ["--max-token-gap", "250ms", "--prefill-share", "0.4"],
     ]
+    scheduling = ["--max-sessions", "1000", "--max-queued-tokens", "9000", "--ageing", "5"]
+    options.append([*scheduling, "--page-watermark", "0.2", "--slow-reader-timeout", "7"])
     for arguments in options:
         monkeypatch.setattr(sys, "argv", ["selfdraft", "serve", "--model", str(model), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0
+    last = seen.pop().scheduler
+    queue = (last.max_sessions, last.max_queued_tokens, last.ageing_s)
+    assert queue == (1000, 9000, 5.0)
+    assert (last.page_watermark, last.slow_reader_timeout_s) == (0.2, 7.0)
     found = [
         (
             config.engine.deterministic,
@@ -259,6 +268,11 @@ def test_a_demo_shows_progress_on_a_terminal(model: Path) -> None:
         (("serve", "--kv-memory", "lots"), 2, "is not a size such as 512MiB"),
         (("serve", "--prefix-memory", "much"), 2, "is not a size such as 512MiB"),
         (("serve", "--session-ttl", "0"), 2, "session_ttl_s must be > 0 seconds"),
+        (("serve", "--max-sessions", "0"), 2, "max_sessions must be >= 1"),
+        (("serve", "--max-queued-tokens", "0"), 2, "max_queued_tokens must be >= 1"),
+        (("serve", "--ageing", "0"), 2, "ageing_s must be > 0 seconds"),
+        (("serve", "--page-watermark", "1"), 2, "page_watermark must be in [0, 1)"),
+        (("serve", "--slow-reader-timeout", "0"), 2, "slow_reader_timeout_s must be > 0"),
         (("serve", "--max-token-gap", "soon"), 2, "is not a time such as 0.25 or 250ms"),
         (("serve", "--max-token-gap", "0"), 2, "must be > 0 seconds"),
         (("serve", "--deterministic", "--max-token-gap", "1"), 2, "not with deterministic"),
@@ -401,3 +415,20 @@ def test_models_are_folders_or_hub_ids(tmp_path: Path, monkeypatch: pytest.Monke
             resolve(path)
     assert display_name("org/name") == "org/name"
     assert display_name(str(tmp_path)) is None
+
+
+def test_every_option_of_serve_is_read(model: Path) -> None:
+    read: set[str] = set()
+
+    class Given:
+        def __init__(self, **values: object) -> None:
+            self._values = values
+
+        def __getattr__(self, name: str) -> object:
+            read.add(name)
+            return self._values[name]
+
+    options = inspect.signature(serve).parameters
+    defaults = {name: option.default for name, option in options.items()}
+    of_serve(Given(**defaults | {"model": str(model), "check": True}))
+    assert read == set(options)

@@ -14,8 +14,9 @@ from selfdraft.v1 import selfdraft_pb2 as pb
 
 from scheduler.config import TenantPolicy
 from scheduler.request import Priority
-from service.cli import UsageError, _expected, app
+from service.cli import _expected, app
 from service.config import SettingError
+from service.settings import UsageError
 from service.tenant import MAX_TENANTS, TENANT_KEY, read_tenants
 from tests.service.harness import Running, running, service_config
 
