@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import urllib.request
 from collections import Counter
@@ -46,6 +47,18 @@ FAMILIES = {family.full_name: family for family in CATALOGUE.values()}
 def test_the_committed_page_is_what_the_command_prints(name: str) -> None:
     page = (ROOT / "deploy" / f"{name}.md").read_text(encoding="utf-8")
     assert page == PAGES[name](), f"selfdraft reference {name} > deploy/{name}.md"
+
+
+def test_the_metrics_that_the_readme_names_are_those() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| (counter|gauge|histogram) \|", readme, re.M
+    )
+    named = {name: kind for names, kind in rows for name in re.findall(r"[a-z_]+", names)}
+    assert len(named) >= 12
+    assert named == {
+        name: FAMILIES[PREFIX + name].kind for name in named if PREFIX + name in FAMILIES
+    }
 
 
 def test_every_declaration_is_whole() -> None:
