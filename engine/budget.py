@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine import transients
 from engine.errors import BudgetError
 from engine.models.qwen3_5_config import Qwen35Config
 from engine.plan import pages_needed
@@ -47,19 +48,29 @@ class Costs:
     page_bytes: int
     """One page over all attention layers, MTP included."""
     gather_bytes: int
-    """One page of one layer: attention reads a contiguous copy of a layer's live pages."""
+    """One page of one layer, twice: attention gathers a layer's live pages, and where there is no
+    fused kernel lays them out once more for its products."""
     row_bytes: int
     """Recurrent state and the like per row, resident."""
     verify_row_bytes: int
     """Transient per row of a verify at the full depth."""
     prefill_token_bytes: int
-    """Transient per token of a prefill chunk, scores aside."""
+    """Transient per token of a prefill chunk in a recurrent layer."""
+    attention_token_bytes: int
+    """The same in an attention layer, scores aside. Layers run one after the other."""
     score_bytes: int
     """Attention scores per (query token, key token) pair."""
+    prefill_row_bytes: int = 0
+    """Transient per row of a prefill pass: its new state, and the recurrence's own."""
     logit_bytes: int = 0
     """The logits of one position, float32."""
     boundary_bytes: int = 0
     """One saved point of a sequence: recurrent states and a hidden; exact, not an estimate."""
+
+    def prefill(self, tokens: int, keys: int) -> int:
+        """Transient of so many prompt tokens that see so many keys each."""
+        attending = self.attention_token_bytes + keys * self.score_bytes
+        return tokens * max(self.prefill_token_bytes, attending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,40 +166,40 @@ def estimate(
     depth: int,
     mtp: bool,
     keep_states: bool = True,
+    token_by_token: bool = False,
 ) -> Costs:
     """Costs of a model from its dimensions; `item_bytes` per activation and cached element.
 
     `keep_states`: a verify keeps the recurrent state after every token until the commit has chosen
-    one, instead of replaying the block.
+    one, instead of replaying the block. `token_by_token`: recurrences never run in blocks.
     """
     layers = arch.full_attention_layers + (1 if mtp else 0)
     page_layer = 2 * page_size * arch.num_key_value_heads * arch.head_dim * item_bytes
-    memory = arch.value_dim * arch.linear_key_head_dim * 4
     tail = (arch.linear_conv_kernel_dim - 1) * arch.conv_dim * item_bytes
-    attention = (3 * arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim
-    # The recurrence works in float32 on q, k, v of all value heads, whatever the activations are.
-    linear = 2 * arch.conv_dim + 4 * arch.linear_num_value_heads * arch.linear_key_head_dim
-    widest = max(3 * arch.intermediate_size, attention, linear)
-    token = (4 * arch.hidden_size + widest) * 4
-    logits = arch.vocab_size * 4
-    width = depth + 1
+    states = arch.linear_layers * (transients.memory(arch) + tail)
     hidden = arch.hidden_size * item_bytes
     # Pending MTP slots, and the last hidden once more for the row's boundary.
-    row = arch.linear_layers * (memory + tail) + (width + (1 if mtp else 0)) * hidden
-    states = width * memory * (arch.linear_layers if keep_states and depth else 1)
-    inputs = arch.linear_layers * width * arch.conv_dim * 8
-    # A step makes a row's new state while the old one is still there.
-    verify = width * (LOGIT_COPIES * logits + token) + depth * logits + states + inputs + row
+    row = states + (depth + 1 + (1 if mtp else 0)) * hidden
     return Costs(
         weight_bytes=weight_bytes,
         page_bytes=layers * page_layer,
-        gather_bytes=page_layer,
+        gather_bytes=2 * page_layer,
         row_bytes=row,
-        verify_row_bytes=verify,
-        prefill_token_bytes=token,
-        score_bytes=arch.num_attention_heads * 2 * max(item_bytes, 4),
-        logit_bytes=logits,
-        boundary_bytes=arch.linear_layers * (memory + tail) + (hidden if mtp else 0),
+        verify_row_bytes=transients.verify_row(
+            arch,
+            item_bytes,
+            row=row,
+            depth=depth,
+            logit_copies=LOGIT_COPIES,
+            keep_states=keep_states,
+            token_by_token=token_by_token,
+        ),
+        prefill_token_bytes=transients.recurrence_token(arch, item_bytes),
+        attention_token_bytes=transients.attention_token(arch, item_bytes),
+        prefill_row_bytes=transients.prefill_row(arch, row, token_by_token=token_by_token),
+        score_bytes=transients.scores(arch, item_bytes),
+        logit_bytes=arch.vocab_size * 4,
+        boundary_bytes=states + (hidden if mtp else 0),
     )
 
 
@@ -305,8 +316,10 @@ def _plan_pool(
         pages: int, rows: int = max_rows, chunk: int = prefill_chunk
     ) -> tuple[BudgetRow, ...]:
         keys = min(context, pages * page_size)
-        transient = rows * costs.verify_row_bytes + pages * costs.gather_bytes
-        transient += chunk * (costs.prefill_token_bytes + keys * costs.score_bytes)
+        # A row is in a prefill pass or in a verify.
+        row = max(costs.verify_row_bytes, costs.prefill_row_bytes)
+        transient = rows * row + pages * costs.gather_bytes
+        transient += costs.prefill(chunk, keys)
         kv = (pages + 1) * costs.page_bytes
         tokens = pages * page_size
         return (

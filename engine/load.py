@@ -215,6 +215,7 @@ class _Setup:
             depth=config.max_depth if self.mtp else 0,
             mtp=self.mtp,
             keep_states=keep_states,
+            token_by_token=self.exact,
         )
         budget = plan_budget(
             costs,

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from engine.blocks import Block, block_of, share_passes
 from engine.boundary import Boundary, boundary_of
-from engine.cache import PagePool, RecurrentState, in_block, page_table, slot_window, window
+from engine.cache import (
+    PagePool,
+    RecurrentState,
+    RecurrentTrail,
+    in_block,
+    page_table,
+    slot_window,
+    window,
+)
 from engine.choice import make_noise, sample
 from engine.cycle import FLAG_FAULT, FLAG_LENGTH, FLAG_STOP
 from engine.guided import Guide
@@ -147,12 +155,21 @@ class Prefill:
         start[: len(rows)] = [row.position for row in rows]
         where = window(mx.array(start), width, table, self._page_size)
         inputs = mx.array(tokens.astype(np.int32))
-        hidden, trails = self._model.trunk(
+        states: list[list[RecurrentState]] = []
+
+        def settle(trail: RecurrentTrail) -> list[mx.array]:
+            state = keep_all(trail, block)
+            own = [_own(state, index) for index in range(len(rows))]
+            states.append(own)
+            return [array for one in own for array in (one.conv, one.memory)]
+
+        hidden, _ = self._model.trunk(
             inputs,
             in_block(where, block),
             self._pools,
             self._stacked(rows, batch),
             chunked=self._chunked and width > 1,
+            settle=settle,
         )
         ends = np.cumsum(sizes, dtype=np.int32)
         before = _before(rows, hidden, ends - np.array(sizes, np.int32))
@@ -160,7 +177,6 @@ class Prefill:
             self._write_slots(rows, sizes, before, inputs, block, mx.array(start - 1), table)
         # Taken out, like the states: a slice would hold on to the whole pass's.
         last = mx.take(hidden[0], mx.array(ends - 1), axis=0)[:, None]
-        states = [keep_all(trail, block) for trail in trails]
         after, records = [], []
         for index, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
             prompted, said = self._counted(row, chunk)
@@ -168,7 +184,7 @@ class Prefill:
                 PrefillRow(
                     spec=row.spec,
                     position=row.position + sizes[index],
-                    states=tuple(_own(state, index) for state in states),
+                    states=tuple(layer[index] for layer in states),
                     carry=last if len(rows) == 1 else _one(last, index),
                     prompted=prompted,
                     said=said,

@@ -36,15 +36,14 @@ class Estimator:
     ) -> int:
         """A prefill pass of `rows` rows with this many pages each; `tokens`: over all rows, what
         fills them up included. `logits`: positions whose logits are looked at together; `ruled`:
-        some row has a rule or a constraint. The rows' new states count where they are made in one
-        piece, of which each row then gets its own."""
+        some row has a rule or a constraint."""
         costs = self.costs
-        states = rows * costs.row_bytes if rows > 1 else 0
-        scores = pages * self.page_size * costs.score_bytes
+        states = rows * costs.prefill_row_bytes
+        ran = costs.prefill(tokens, pages * self.page_size)
         copies = RULED_LOGIT_COPIES if ruled else LOGIT_COPIES
         looked_at = logits * copies * costs.logit_bytes
         gathered = rows * pages * costs.gather_bytes
-        return tokens * (costs.prefill_token_bytes + scores) + gathered + looked_at + states
+        return ran + gathered + looked_at + states
 
     def cohort(
         self, rows: int, pages: int, *, width: int = 1, ruled: bool = False, counting: bool = False

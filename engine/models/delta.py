@@ -17,6 +17,10 @@ from engine.models.delta_block import keep_block
 Step = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """One token: key as column and as row, value as column, decay, β; each [1, B, H, ·, ·]."""
 
+HELD = 16
+"""Every so many tokens the recurrence waits for its reads. MLX else goes through all updates first,
+and a prompt's pass holds a memory per token; verifies are shorter and have nothing to wait for."""
+
 
 def delta_rule(
     q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, memory: mx.array
@@ -35,6 +39,8 @@ def delta_rule(
         memory = _update(memory, *step)
         outputs.append(memory @ query)
         memories.append(memory)
+        if len(outputs) % HELD == 0:
+            memory = mx.depends([memory], outputs[-HELD:])[0]
     return mx.concatenate(outputs, axis=0)[..., 0].swapaxes(0, 1), memories
 
 
@@ -97,7 +103,7 @@ def keep_all(trail: RecurrentTrail, block: Block | None = None) -> RecurrentStat
     places past them have left the memory as it was). With a `block`, which may be long, it holds
     on to nothing else of the pass."""
     if trail.last is not None:
-        memory = trail.last[0]
+        memory = mx.squeeze(trail.last, 0)  # an index would copy it
     else:
         assert trail.block is not None
         batch, _, width = trail.block.decayed.shape
@@ -116,7 +122,7 @@ def _pick(trail: RecurrentTrail, count: mx.array) -> mx.array:
     memory = trail.before.memory[None]
     for step, candidate in enumerate(trail.memories, start=1):
         memory = mx.where(count == step, candidate, memory)
-    return memory[0]
+    return mx.squeeze(memory, 0)
 
 
 def replay(trail: RecurrentTrail, count: mx.array) -> mx.array:
@@ -130,4 +136,4 @@ def replay(trail: RecurrentTrail, count: mx.array) -> mx.array:
     memory = trail.before.memory[None]
     for step in _steps(k, v, decay, beta):
         memory = _update(memory, *step)
-    return memory[0]
+    return mx.squeeze(memory, 0)

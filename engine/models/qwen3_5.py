@@ -15,6 +15,8 @@ past B·W are nobody's and are cut off before every mixer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
@@ -38,6 +40,9 @@ from engine.ops import (
     unit_scale,
 )
 from engine.widths import Widths
+
+Settle = Callable[[RecurrentTrail], list[mx.array]]
+"""See `Qwen35Model.trunk`."""
 
 
 class Attention(Module):
@@ -362,6 +367,7 @@ class Qwen35Model(Module):
         *,
         keep: bool = False,
         chunked: bool = False,
+        settle: Settle | None = None,
     ) -> tuple[mx.array, list[RecurrentTrail]]:
         """Hidden states after the final norm, [B, W, H], of tokens [B, W].
 
@@ -369,6 +375,10 @@ class Qwen35Model(Module):
         Writes keys and values at the window's positions. `keep` asks for every intermediate
         recurrent state, so that a commit can pick one. `chunked` runs the recurrence in blocks:
         faster for many tokens, equal up to rounding only, and without intermediate states.
+
+        `settle` is called with each recurrent layer's trail, and the next layer waits for the
+        arrays it returns. MLX else computes what a pass leaves behind when it comes to it, and all
+        layers' trails are held until then: for many tokens, the larger part of the pass's memory.
         """
         x = self.embed(tokens)
         rotate = self._rotation(where.start, where.width)
@@ -380,6 +390,8 @@ class Qwen35Model(Module):
             else:
                 x, trail = layer.recurrence(x, where.block, next(recurrent), keep, chunked)
                 trails.append(trail)
+                if settle is not None:
+                    x = mx.depends([x], settle(trail))[0]
         return self._unflatten(self.model.norm(x), *tokens.shape), trails
 
     def head(self, hidden: mx.array) -> mx.array:

@@ -32,6 +32,7 @@ COSTS = Costs(
     row_bytes=20_000_000,
     verify_row_bytes=30_000_000,
     prefill_token_bytes=200_000,
+    attention_token_bytes=200_000,
     score_bytes=64,
 )
 PLAN: dict[str, Any] = {
@@ -192,7 +193,7 @@ def test_estimate_counts_pages_and_rows_exactly() -> None:
     costs = estimate(arch, weight_bytes=1, item_bytes=4, page_size=16, depth=3, mtp=True)
     # One full-attention layer and the head: keys and values of 2 heads × 32.
     assert costs.page_bytes == 2 * (2 * 16 * 2 * 32 * 4)
-    assert costs.gather_bytes == costs.page_bytes // 2
+    assert costs.gather_bytes == costs.page_bytes, "one layer's, gathered and laid out"
     # Three linear layers: 4 × 16 × 16 float32 memory, 3 rows of 128 channels; 4 pending hiddens
     # and the last one once more.
     assert costs.row_bytes == 3 * (4 * 16 * 16 * 4 + 3 * 128 * 4) + 5 * 64 * 4
@@ -203,13 +204,38 @@ def test_estimate_counts_pages_and_rows_exactly() -> None:
 
 def test_keeping_states_costs_one_per_layer_and_position() -> None:
     arch = Qwen35Config.from_dict(text_config("hf"))
-    kept, replayed = (
-        estimate(
-            arch, weight_bytes=1, item_bytes=4, page_size=16, depth=3, mtp=True, keep_states=keep
+    state = 4 * 16 * 16 * 4
+
+    def verify(*, keep_states: bool, token_by_token: bool) -> int:
+        costs = estimate(
+            arch,
+            weight_bytes=1,
+            item_bytes=4,
+            page_size=16,
+            depth=3,
+            mtp=True,
+            keep_states=keep_states,
+            token_by_token=token_by_token,
         )
-        for keep in (True, False)
+        return costs.verify_row_bytes
+
+    kept, replayed, in_blocks = (
+        verify(keep_states=keep, token_by_token=token)
+        for keep, token in ((True, True), (False, True), (False, False))
     )
-    assert kept.verify_row_bytes - replayed.verify_row_bytes == 2 * 4 * (4 * 16 * 16 * 4)
+    assert kept - replayed == 3 * 4 * state
+    assert replayed - in_blocks == 4 * state, "one layer's, a state per token"
+
+
+def test_rows_pay_for_the_dearer_of_prefill_and_verify() -> None:
+    dear = replace(COSTS, prefill_row_bytes=COSTS.verify_row_bytes + 1000)
+    assert plan(dear).cache_limit == plan().cache_limit + 16 * 1000
+
+
+def test_layers_of_two_kinds_do_not_add_up() -> None:
+    costs = replace(COSTS, prefill_token_bytes=300, attention_token_bytes=200, score_bytes=10)
+    assert costs.prefill(5, 9) == 5 * 300
+    assert costs.prefill(5, 11) == 5 * 310
 
 
 def test_working_set_by_device() -> None:

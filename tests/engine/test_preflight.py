@@ -38,6 +38,7 @@ COSTS = Costs(
     row_bytes=0,
     verify_row_bytes=1000,
     prefill_token_bytes=100,
+    attention_token_bytes=100,
     score_bytes=1,
 )
 ESTIMATOR = Estimator(costs=COSTS, page_size=8)
@@ -67,9 +68,9 @@ class Memory:
 
 def test_estimates() -> None:
     assert ESTIMATOR.chunk(5, 3) == 5 * (100 + 24) + 30
-    held = Estimator(costs=replace(COSTS, row_bytes=7, logit_bytes=4), page_size=8)
+    held = Estimator(costs=replace(COSTS, prefill_row_bytes=7, logit_bytes=4), page_size=8)
     assert held.chunk(40, 3, rows=2) == 40 * (100 + 24) + 2 * (30 + 7)
-    assert held.chunk(40, 3, logits=2, ruled=True) == 40 * (100 + 24) + 30 + 2 * 14 * 4
+    assert held.chunk(40, 3, logits=2, ruled=True) == 40 * (100 + 24) + 30 + 7 + 2 * 14 * 4
     assert ESTIMATOR.cohort(4, 12) == 4 * 1000 + 120
 
 
