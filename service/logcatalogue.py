@@ -142,6 +142,15 @@ EVENTS: Final = (
         ("reason", "methods", "calls"),
         "more of the same, in the second before: `generate`, or `other` methods",
     ),
+    Event(
+        "few open files allowed: fewer connections",
+        "warning",
+        ("max_connections", "open_files"),
+        "the process's limit leaves room for these only",
+    ),
+    Event(
+        "prefix cache flushed", "info", ("boundaries", "sessions", "pages", "bytes"), "by an admin"
+    ),
     Event("session exported", "info", ("tenant", "name", "session_id", "tokens"), "by an admin"),
     Event("session imported", "info", ("tenant", "name", "session_id", "tokens"), "by an admin"),
     Event("session file refused", "warning", ("why",), "of another model or version, or damaged"),
