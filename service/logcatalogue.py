@@ -61,7 +61,9 @@ REQUEST: Final = (
     Field("logit_bias_tokens", "tokens", _GIVEN, "biased ones"),
     Field("logprobs", "tokens", _GIVEN, "alternatives reported with each"),
     Field("prompt_logprobs", "tokens", _GIVEN, "the same for the prompt"),
-    Field("constraint", "–", _GIVEN, "json_schema, regex or grammar; never its text"),
+    Field(
+        "constraint", "–", _GIVEN, "json_schema, regex, grammar or structural_tag; never its text"
+    ),
     Field("session_id", "–", _GIVEN, ""),
     Field("reuse_prefix", "–", "admitted, and false", ""),
     Field("priority", "–", _GIVEN, "batch or interactive"),
