@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
+from service.text.effort import Effort
 from service.text.schema import with_bounded_space
 
 Atoms = tuple[str, ...]
@@ -180,12 +181,19 @@ def _shortest(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class Writer:
-    """Puts parts together, and collects the terminals they need."""
+    """Puts parts together, and collects the terminals they need. Raises GrammarError, from wherever
+    that is noticed, when it takes too much."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         """`ids` are those of the special tokens."""
         self._ids = ids
         self._terminals: dict[str, str] = {}
+        self._effort = Effort()
+
+    def spent(self, part: Part) -> Part:
+        """The same; what it cost counts. Raises GrammarError when all do too much."""
+        self._effort.spend(len(part.rule))
+        return part
 
     def lark(self, part: Part) -> str:
         """The whole grammar."""
@@ -208,6 +216,7 @@ class Writer:
         """One after the other. Raises BorderError."""
         merged: list[Part] = []
         for part in _flat(parts):
+            self._effort.spend()
             before = merged[-1] if merged else None
             if before and before.terminal is not None and part.terminal is not None:
                 merged[-1] = _joined(before, part)
@@ -217,6 +226,7 @@ class Writer:
             return literal(())
         whole = merged[0]
         for part in merged[1:]:
+            self._effort.spend()
             if meet(whole.goes_on, part.starts):
                 raise BorderError("where it ends cannot be told from what follows it")
             whole = _followed(whole, part, rule="")
@@ -260,6 +270,7 @@ class Writer:
         split = sorted(((*_head(part), n) for n, part in enumerate(parts)), key=lambda x: x[0])
         groups: list[tuple[Atoms, list[list[Part]]]] = []
         for head, rest, _ in split:
+            self._effort.spend()
             if head and groups and (first := groups[-1][0]) and head[: len(first)] == first:
                 groups[-1][1].append([literal(head[len(first) :]), *rest])
             else:
