@@ -34,6 +34,8 @@ _VALUE: Final = ("value",)
 _MAX_START: Final = 200
 """Atoms of a start that are looked at."""
 _MAX_RANGE: Final = 300
+_NESTED: Final = re.compile(r"\[\[|\[[^\]]*(--|&&|~~|\|\|)")
+"""Sets within sets, of which Python warns that it does not know them."""
 
 
 class BorderError(Exception):
@@ -410,7 +412,7 @@ def _longer(parts: Sequence[Part]) -> frozenset[Atoms]:
 def alphabet_of(pattern: str) -> frozenset[str] | None:
     """Characters that texts of `pattern` can have, or a few more; None: any. Only for patterns
     that mean the same to Python and to Rust."""
-    if "{," in pattern or "(?" in pattern.replace("(?:", ""):
+    if "{," in pattern or "(?" in pattern.replace("(?:", "") or _NESTED.search(pattern):
         return None
     try:
         parsed = _parser.parse(pattern)

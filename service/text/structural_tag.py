@@ -59,6 +59,7 @@ class _Builder:
         self.grammars: dict[str, str] = {}
         """Grammars that parts name, as Lark."""
         self._end_names = end_names
+        self._names = frozenset(ids)
         names = sorted(ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._formats: dict[str, Callable[[Fields, Sequence[str]], Part]] = {
@@ -192,11 +193,37 @@ class _Builder:
 
     def _tag(self, fields: Fields, ends: Sequence[str], skip: int = 0) -> Part:
         """A tag; `skip` atoms of its beginning are there already."""
-        begin = self._atoms(_begin(fields), fields.at("begin"))[skip:]
-        own = _ends(fields)
+        begin = self._atoms(self._begin(fields), fields.at("begin"))[skip:]
+        own = self._ends(fields)
         end = self.writer.either([self.literal(text, fields.at("end")) for text in own])
         body = self._body(fields, own, end)
         return self.writer.sequence([parts.literal(begin), body])
+
+    def _begin(self, tag: Fields) -> str:
+        value = tag.need("begin")
+        if isinstance(value, dict):
+            return self._token(value, tag.at("begin"))
+        return read_text(value, tag.at("begin"), empty=True)
+
+    def _ends(self, tag: Fields) -> list[str]:
+        value, path = tag.need("end"), tag.at("end")
+        if isinstance(value, dict):
+            return [self._token(value, path)]
+        if isinstance(value, list):
+            return [read_text(text, at, empty=True) for text, at in tag.some("end")]
+        return [read_text(value, path, empty=True)]
+
+    def _token(self, value: Any, path: str) -> str:
+        """The name of a special token, for literals know what that is. Any other name would be
+        let through as a text."""
+        fields = Fields(value, path)
+        if value.get("type", "token") != "token":
+            raise GrammarError('must be "token"', fields.at("type"))
+        name = fields.text("token")
+        if name not in self._names:
+            raise GrammarError(f"{name!r:.40} is no special token", fields.at("token"))
+        fields.done()
+        return name
 
     def _body(self, fields: Fields, ends: Sequence[str], end: Part) -> Part:
         """What comes between its beginning and its end, with that."""
@@ -366,32 +393,6 @@ class _Builder:
             starts=frozenset(s for part in found for s in part.starts),
             goes_on=frozenset(s for part in found for s in part.goes_on),
         )
-
-
-def _begin(tag: Fields) -> str:
-    value = tag.need("begin")
-    if isinstance(value, dict):
-        return _token(value, tag.at("begin"))
-    return read_text(value, tag.at("begin"), empty=True)
-
-
-def _ends(tag: Fields) -> list[str]:
-    value, path = tag.need("end"), tag.at("end")
-    if isinstance(value, dict):
-        return [_token(value, path)]
-    if isinstance(value, list):
-        return [read_text(text, at, empty=True) for text, at in tag.some("end")]
-    return [read_text(value, path, empty=True)]
-
-
-def _token(value: Any, path: str) -> str:
-    """The name of a special token, for literals know what that is."""
-    fields = Fields(value, path)
-    if value.get("type", "token") != "token":
-        raise GrammarError('must be "token"', fields.at("type"))
-    name = fields.text("token")
-    fields.done()
-    return name
 
 
 def _check_triggers(triggers: Sequence[str], tags: Sequence[Fields]) -> None:

@@ -62,7 +62,9 @@ class Parameters:
 
     def _value(self, schema: Any, path: str, root: Fields, space: Part) -> Part:
         """A value with its closing tag: a text as it is, anything else as JSON."""
-        kinds = _kinds(schema) if isinstance(schema, dict) else set(_STARTS)
+        if not isinstance(schema, dict):
+            raise GrammarError("must be a JSON schema that is an object", path)
+        kinds = _kinds(schema)
         if "string" not in kinds:
             shared = {name: root.need(name) for name in ("$defs", "definitions") if root.has(name)}
             close = parts.literal(_PARAMETER_END)
@@ -121,4 +123,7 @@ def _properties(schema: Fields) -> tuple[list[tuple[str, Any, str]], set[str]]:
     if foreign := required - properties.keys():
         raise GrammarError(f"{min(foreign)!r:.40} is no property", schema.at("required"))
     path = schema.at("properties")
-    return [(name, value, f"{path}.{name}") for name, value in properties.items()], required
+    found = [(name, value, f"{path}.{name}") for name, value in properties.items()]
+    for name, _, at in found:
+        read_text(name, at, empty=True)
+    return found, required
