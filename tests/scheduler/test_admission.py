@@ -129,7 +129,8 @@ def test_the_last_sample_meets_the_deadline_too() -> None:
     bench.step()
 
     def samples(count: int, name: str) -> list[GenerationRequest]:
-        options = {"prompt": PROMPT, "max_tokens": OUTPUT, "deadline": bench.now + 40 * TICK_S}
+        deadline = bench.now + 40 * TICK_S
+        options: dict[str, Any] = {"prompt": PROMPT, "max_tokens": OUTPUT, "deadline": deadline}
         return [make_request(f"{name}/{n}", group=name, **options) for n in range(count)]
 
     with pytest.raises(QueueFullError) as caught:
