@@ -4,7 +4,9 @@ What is bounded (defaults in parentheses; None follows the engine):
 
     what                    limit                     beyond it
     ----------------------  ------------------------  -------------------------------------------
-    waiting requests        max_queue (64)            QueueFullError with a measured retry delay
+    waiting requests        max_queue (64)            QueueFullError with a measured retry delay;
+                                                      InvalidRequestError for more samples of one
+                                                      request than that, here and below
     waiting prompt tokens   max_queued_tokens (256k)  the same
     the same of a tenant    its max_queued_tokens     the same; InvalidRequestError when the prompt
                             (None)                    alone exceeds it

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence as Values
 
 from engine.plan import EngineFailedError, EngineInfo, SavedPrefix, StepPlan, StepResult
 from scheduler.admission import Limits
@@ -210,7 +211,12 @@ class SchedulerCore:
         Raises InvalidRequestError (it can never run), QueueFullError (not now) or NotRunningError;
         nothing of the request remains then.
         """
-        self._registry.submit(request, now)
+        self._registry.submit((request,), now)
+
+    def submit_together(self, requests: Values[GenerationRequest], now: float) -> None:
+        """The same for requests of one group and tenant: all of them, or none. A refusal counts
+        once, and those that would have been let in alone have never been."""
+        self._registry.submit(requests, now)
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, detail: str = "") -> bool:
         """End a request for `reason`; False when no live request has this id.

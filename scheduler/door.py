@@ -1,4 +1,5 @@
-"""The door: may this request wait here, and if not, when is it worth asking again?
+"""The door: may this request, or these samples of one, wait here; if not, when is it worth asking
+again?
 
 Where tenants have policies, the last eighth of the queue, in requests and in tokens, is kept for
 those that have less waiting than their share of it by weight (all others are one, as in
@@ -9,6 +10,7 @@ everybody.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Values
 from math import ceil, fsum, inf
 from typing import Final
 
@@ -48,46 +50,61 @@ class Door:
         policies = (*config.tenants.values(), config.default_tenant)
         self._weights = fsum(policy.weight for policy in policies)
 
-    def fits(self, request: GenerationRequest, prompt_tokens: int) -> None:
-        """Raises InvalidRequestError when its tenant may never have such a prompt."""
-        most = self._queue.tenants.policy(request.tenant).max_queued_tokens
-        if most is not None and prompt_tokens > most:
-            message = (
-                f"{prompt_tokens} tokens; the limit is {most} (max_queued_tokens of the tenant)"
-            )
+    def fits(self, request: GenerationRequest, prompt_tokens: int, count: int) -> None:
+        """Raises InvalidRequestError when its tenant may never have such a prompt, or `count` of
+        them at once."""
+        config, policy = self._config, self._queue.tenants.policy(request.tenant)
+        most, where = config.max_queued_tokens, "max_queued_tokens"
+        if policy.max_queued_tokens is not None and policy.max_queued_tokens < most:
+            most, where = policy.max_queued_tokens, "max_queued_tokens of the tenant"
+        if prompt_tokens > most:
+            message = f"{prompt_tokens} tokens; the limit is {most} ({where})"
             raise InvalidRequestError("prompt_ids", message)
+        if count * prompt_tokens > most:
+            tokens = f"{count} times {prompt_tokens} prompt tokens"
+            raise InvalidRequestError("n", f"{tokens}; the limit is {most} ({where})")
+        if count > config.max_queue:
+            message = f"{count} sequences; the limit is {config.max_queue} (max_queue)"
+            raise InvalidRequestError("n", message)
 
     def refusal(
-        self, request: GenerationRequest, prompt_tokens: int, now: float
+        self, requests: Values[GenerationRequest], prompt_tokens: int, now: float
     ) -> QueueFullError | None:
-        """Why this request may not wait, with a delay from measured throughput; None if it may."""
+        """Why these, of one tenant and prompt, may not wait, with a delay from measured throughput;
+        None if they may. They are let in or refused together: what holds is what the last of them
+        would meet."""
+        last, before = requests[-1], requests[:-1]
         return (
-            self._requests(request.tenant, now)
-            or self._tokens(request.tenant, prompt_tokens, now)
-            or self._tenant(request.tenant, prompt_tokens, now)
-            or self._deadline(request, now)
+            self._requests(last.tenant, now, len(before))
+            or self._tokens(last.tenant, prompt_tokens, now, len(before))
+            or self._tenant(last.tenant, prompt_tokens * len(requests), now)
+            or self._deadline(before, last, prompt_tokens, now)
         )
 
-    def _kept(self, name: str, waiting: Mapping[str, int], most: int) -> int:
-        """How much of the queue is not for this tenant now."""
+    def _kept(self, name: str, waiting: Mapping[str, int], most: int, more: int) -> int:
+        """How much of the queue is not for this tenant now, which has `more` before the one that
+        counts. Who has nothing there yet is let in, or samples of many tokens would never be."""
         tenants = self._queue.tenants
         share = most * tenants.policy(name).weight / self._weights
-        beyond = bool(self._config.tenants) and waiting.get(tenants.label(name), 0) >= share
+        own = waiting.get(tenants.label(name), 0)
+        beyond = bool(self._config.tenants) and bool(own) and own + more >= share
         return most // 8 if beyond else 0
 
-    def _requests(self, name: str, now: float) -> QueueFullError | None:
+    def _requests(self, name: str, now: float, before: int) -> QueueFullError | None:
         most = self._config.max_queue
-        kept = self._kept(name, self._queue.requests_of, most)
-        leaving = len(self._queue) + 1 - (most - kept)
+        kept = self._kept(name, self._queue.requests_of, most, before)
+        leaving = len(self._queue) + before + 1 - (most - kept)
         if leaving <= 0:
             return None
         text = f"max_queue ({most} requests{_for_others(kept)})"
-        return self._refuse(Refusal.MAX_QUEUE, text, leaving if kept else 1, now)
+        return self._refuse(Refusal.MAX_QUEUE, text, leaving if kept or before else 1, now)
 
-    def _tokens(self, name: str, prompt_tokens: int, now: float) -> QueueFullError | None:
-        most = self._config.max_queued_tokens
-        kept = self._kept(name, self._queue.tokens_of, most)
-        excess = self._queue.tokens + prompt_tokens - (most - kept)
+    def _tokens(
+        self, name: str, prompt_tokens: int, now: float, before: int
+    ) -> QueueFullError | None:
+        most, more = self._config.max_queued_tokens, before * prompt_tokens
+        kept = self._kept(name, self._queue.tokens_of, most, more)
+        excess = self._queue.tokens + more + prompt_tokens - (most - kept)
         if excess <= 0:
             return None
         leaving = ceil(excess / self._queue.tokens * len(self._queue))
@@ -95,6 +112,7 @@ class Door:
         return self._refuse(Refusal.MAX_QUEUED_TOKENS, text, leaving, now)
 
     def _tenant(self, name: str, prompt_tokens: int, now: float) -> QueueFullError | None:
+        """`prompt_tokens`: of all that ask."""
         most = self._queue.tenants.policy(name).max_queued_tokens
         tenant = self._queue.tenants.find(name)
         waiting = tenant.tokens if tenant is not None else 0
@@ -111,24 +129,37 @@ class Door:
         refusal.retry_after_s = _clamped(max(refusal.retry_after_s, own_s))
         return refusal
 
-    def _deadline(self, request: GenerationRequest, now: float) -> QueueFullError | None:
+    def _deadline(
+        self,
+        before: Values[GenerationRequest],
+        request: GenerationRequest,
+        prompt_tokens: int,
+        now: float,
+    ) -> QueueFullError | None:
         if request.deadline is None or request.deadline <= now:
             return None  # the latter ends with DEADLINE, as promised
-        left, starts_in = request.deadline - now, self.starts_in(request, now)
+        # Of samples the first one prefills for those that may start from what it leaves.
+        shared = [n > 0 and _restores(other) for n, other in enumerate(before)]
+        work = sum(1 if follows else prompt_tokens for follows in shared)
+        left = request.deadline - now
+        starts_in = self.starts_in(request, now, before=len(before), work=work)
         if starts_in.least <= left:
             return None
         likely = starts_in.likely
         text = f"deadline ({left:.1f} s are left; it would start in about {likely:.1f} s)"
         return QueueFullError(Refusal.DEADLINE, text, _clamped(likely - left))
 
-    def starts_in(self, request: GenerationRequest, now: float) -> Estimate:
-        """When this request would start if it came now. 0 when at the next plan, or when too
+    def starts_in(
+        self, request: GenerationRequest, now: float, *, before: int = 0, work: int = 0
+    ) -> Estimate:
+        """When this request would start if it came now, after so many more of its tenant's with so
+        many tokens to prefill. 0 when at the next plan, or when too
         little was measured. Its tenant's own `max_rows` is reckoned with; that those of others keep
         them from going before it is not."""
         own = self._own_turn(
-            request.tenant, self._queue.own_ahead(request.tenant, request.priority), now
+            request.tenant, before + self._queue.own_ahead(request.tenant, request.priority), now
         )
-        everybody = self._turn(request)
+        everybody = self._turn(request, before, work)
         return Estimate(
             max(own.likely, everybody.likely),
             max(own.least, everybody.least),
@@ -143,11 +174,12 @@ class Door:
         held = [inf if s.is_gone else now - (s.started_at or now) for s in rows]
         return own_turn(tenant.row_times, held, most=tenant.policy.max_rows, ahead=max(ahead, 0))
 
-    def _turn(self, request: GenerationRequest) -> Estimate:
+    def _turn(self, request: GenerationRequest, before: int, work: int) -> Estimate:
         """When it would start as far as everybody's share goes."""
         ahead, tokens = self._queue.ahead(
             request.tenant, request.priority, generated=self._meter.tokens_per_request
         )
+        ahead, tokens = ahead + before, tokens + work
         free = self._tables.free_slots
         if self._throughput.waits is Waits.ROOM and len(self._queue):
             free = 0  # slots that pages do not suffice for
@@ -169,6 +201,11 @@ class Door:
         return QueueFullError(
             reason, limit, _clamped(leaving * self._meter.seconds_per_request(now))
         )
+
+
+def _restores(request: GenerationRequest) -> bool:
+    """It may start from a saved prefix."""
+    return request.reuse_prefix and request.prompt_logprobs is None
 
 
 def _for_others(kept: int) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.pages import IntegrityError
 from scheduler.request import InvalidRequestError
@@ -40,16 +41,18 @@ class Groups:
         name = sequence.request.group
         return None if name is None else self._groups.get(name)
 
+    def check(self, name: str | None, prompt: NDArray[np.int32]) -> None:
+        """Raises InvalidRequestError for another prompt than the group's."""
+        group = None if name is None else self._groups.get(name)
+        if group is not None and not np.array_equal(group.first.asked, prompt):
+            raise InvalidRequestError("group", "its requests must have the same prompt")
+
     def join(self, sequence: Sequence) -> None:
-        """A request is about to be queued. Raises InvalidRequestError for another prompt than the
-        group's."""
+        """A request that `check` lets pass is about to be queued."""
         name = sequence.request.group
         if name is None:
             return
-        group = self._groups.get(name) or Group(first=sequence)
-        if not np.array_equal(group.first.asked, sequence.asked):
-            raise InvalidRequestError("group", "its requests must have the same prompt")
-        self._groups[name] = group
+        group = self._groups.setdefault(name, Group(first=sequence))
         group.members += 1
         group.queued += sequence.restores
 

@@ -14,7 +14,7 @@ engine's thread per step. Both give the same tokens. A step whose rows the host 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -153,13 +153,20 @@ class Scheduler:
 
         Raises InvalidRequestError, QueueFullError or NotRunningError; nothing remains then.
         """
-        self._core.submit(request, self._clock())
-        handle = RequestHandle(
-            request_id=request.request_id, cancel=self.cancel, acknowledge=self._acknowledge
+        return self.submit_together((request,))[0]
+
+    def submit_together(self, requests: Sequence[GenerationRequest]) -> tuple[RequestHandle, ...]:
+        """The same for requests of one group and tenant: all of them, or none."""
+        self._core.submit_together(requests, self._clock())
+        handles = tuple(
+            RequestHandle(
+                request_id=request.request_id, cancel=self.cancel, acknowledge=self._acknowledge
+            )
+            for request in requests
         )
-        self._handles[request.request_id] = handle
+        self._handles |= {handle.request_id: handle for handle in handles}
         self._wake.set()
-        return handle
+        return handles
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a live request for `reason`; False when there is none with this id."""

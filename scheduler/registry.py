@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Values
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,28 +60,53 @@ class Registry:
         self._keeping = keeping
         self._meter = meter
         self._turns = 0
-        self._newest = ""
-        """Id of the last request submitted."""
         self.closed: str | None = None
         """Why no new request is taken."""
 
-    def submit(self, request: GenerationRequest, now: float) -> None:
-        """Raises InvalidRequestError, QueueFullError or NotRunningError; nothing of the request
-        remains then."""
+    def submit(self, requests: Values[GenerationRequest], now: float) -> None:
+        """All of them or none: one, or those of one group. Raises InvalidRequestError,
+        QueueFullError or NotRunningError, which counts as one refusal; nothing of them remains
+        then."""
+        first = requests[0]
+        label = self._queue.tenants.label(first.tenant)
         if self.closed is not None:
-            self._meter.refuse("not_running", self._queue.tenants.label(request.tenant))
+            self._meter.refuse("not_running", label)
             raise NotRunningError(self.closed)
         try:
-            if request.request_id in self._live:
-                raise InvalidRequestError("request_id", "a live request has this id")
-            prompt = validate(request, self._limits, self._known_prompt(request))
-            self._door.fits(request, len(prompt))
+            prompt = self._prompt(requests)
+            self._groups.check(first.group, prompt)
+            self._door.fits(first, len(prompt), len(requests))
         except InvalidRequestError:
-            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
+            self._meter.refuse("invalid", label)
             raise
-        if refusal := self._door.refusal(request, len(prompt), now):
-            self._meter.refuse(refusal.reason, self._queue.tenants.label(request.tenant))
+        if refusal := self._door.refusal(requests, len(prompt), now):
+            self._meter.refuse(refusal.reason, label)
             raise refusal
+        for request in requests:
+            self._take(request, prompt, now)
+
+    def _prompt(self, requests: Values[GenerationRequest]) -> NDArray[np.int32]:
+        """Of each of them. Raises InvalidRequestError.
+
+        Samples of one long prompt have the very same ids, and making them an array 16 times would
+        take a tenth of a second."""
+        prompt: NDArray[np.int32] | None = None
+        ids: set[str] = set()
+        first = requests[0]
+        for request in requests:
+            if request.request_id in self._live or request.request_id in ids:
+                raise InvalidRequestError("request_id", "a live request has this id")
+            ids.add(request.request_id)
+            if (request.group, request.tenant) != (first.group, first.tenant):
+                raise InvalidRequestError("group", "all are to be of one group and tenant")
+            if prompt is not None and request.prompt_ids != first.prompt_ids:
+                raise InvalidRequestError("group", "its requests must have the same prompt")
+            prompt = validate(request, self._limits, prompt)
+        assert prompt is not None
+        return prompt
+
+    def _take(self, request: GenerationRequest, prompt: NDArray[np.int32], now: float) -> None:
+        """The door has let it in."""
         sequence = self._sequence(request, prompt, now)
         if request.session_id is not None:
             self._keeping.sessions.touch(request.session_id, now)
@@ -87,19 +114,10 @@ class Registry:
         self._queue.push(sequence)
         self._timers.add(sequence)
         self._meter.submitted += 1
-        self._newest = request.request_id
-
-    def _known_prompt(self, request: GenerationRequest) -> NDArray[np.int32] | None:
-        """That of the request submitted before, if they share it: the samples of one long prompt
-        come together, and making it an array 16 times takes a tenth of a second."""
-        newest = self._live.get(self._newest)
-        same = newest is not None and newest.request.prompt_ids is request.prompt_ids
-        return newest.asked if newest is not None and same else None
 
     def _sequence(
         self, request: GenerationRequest, prompt: NDArray[np.int32], now: float
     ) -> Sequence:
-        """Raises InvalidRequestError when it does not fit its group."""
         cap = self._max_depth if request.depth_cap is None else request.depth_cap
         sequence = Sequence(
             request=request,
@@ -107,11 +125,7 @@ class Registry:
             submitted_at=now,
             depth_cap=min(cap, self._max_depth),
         )
-        try:
-            self._groups.join(sequence)
-        except InvalidRequestError:
-            self._meter.refuse("invalid", self._queue.tenants.label(request.tenant))
-            raise
+        self._groups.join(sequence)
         sequence.work = 1 if self._groups.follows(sequence) else len(prompt)
         return sequence
 

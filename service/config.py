@@ -162,8 +162,9 @@ class ServerConfig:
     `max_concurrent_rpcs` and holds nothing else."""
 
     max_open_calls: int = 128
-    """Health watches and reflection streams at once. They need no token, so strangers could
-    otherwise take up all of `max_concurrent_rpcs`."""
+    """Health watches and reflection streams at once, and as many calls of theirs whose message has
+    not come: of more, the oldest is given up. They need no token, or any tenant's, and do not count
+    in `max_concurrent_rpcs`."""
 
     max_message_bytes: int = 16 * 1024 * 1024
     """Largest message in either direction, in bytes."""

@@ -56,8 +56,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         logger: Logger,
         clock: Callable[[], float],
     ) -> None:
-        """Of the open services at most `max_open_calls` calls run at once; others are told to come
-        again after `retry_after_s`. `clock` gives seconds."""
+        """Of the open services, and of reflection in any case, at most `max_open_calls` calls run
+        at once; others are told to come again after `retry_after_s`. `clock` gives seconds."""
         self._tokens = tokens
         self._open = frozenset(open_services)
         self._max_open_calls = max_open_calls
@@ -81,7 +81,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if (service == ADMIN or method in ADMIN_METHODS) and not identity.admin:
             return self._refuse(Reason.PERMISSION_DENIED, "the token is not an admin's", service)
         set_caller(identity)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return self._bounded(handler) if service == REFLECTION else handler
 
     def _identify(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity | None:
         if self._tokens is None:

@@ -32,7 +32,6 @@ _GENERATE: Final = "/Generate"
 _LOG_INTERVAL_S: Final = 1.0
 """Calls of one kind within this time of each other share a line."""
 
-
 _CANCELLATION_S: Final = 0.1
 """Within which gRPC tells that a call was cancelled, once it has given up reading it."""
 
@@ -57,12 +56,15 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         logger: Logger,
     ) -> None:
         """At most `config.max_concurrent_rpcs` calls run at once. Those of `free_services` do not
-        count: they are bounded elsewhere, or hold nothing."""
+        count: once they have their message they are bounded elsewhere, or hold nothing; before, at
+        most `config.max_open_calls` of them wait for it."""
         self._config = config
         self._free = frozenset(free_services)
         self._metrics = metrics
         self._logger = logger
         self._calls = 0
+        self._unread: dict[asyncio.Timeout, None] = {}
+        """Of the calls that do not count, those that wait for their message, oldest first."""
         self._more: dict[tuple[Reason, str], int] = {}
         """Calls since the last line about their kind, where that is not long ago."""
 
@@ -88,7 +90,7 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             self._calls += counted
             try:
                 try:
-                    request = await self._read(context)
+                    request = await self._read(context, gives_way=not counted)
                 except ServiceError as refusal:
                     return await self._refuse(refusal, method, context)
                 except asyncio.CancelledError:
@@ -100,15 +102,22 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return answer
 
-    async def _read(self, context: Context) -> Any:
+    async def _read(self, context: Context, *, gives_way: bool) -> Any:
         """The call's message. Raises ServiceError."""
         limit = self._config.message_timeout_s
+        timer = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(limit):
+            async with timer:
+                if gives_way:
+                    self._make_way(timer)
                 request = await context.read()
         except TimeoutError:
-            message = f"the message did not arrive within {limit:g} s"
+            waits = not gives_way or timer in self._unread
+            when = f"within {limit:g} s" if waits else "before another call wanted its place"
+            message = f"the message did not arrive {when}"
             raise ServiceError(Reason.SLOW_SENDER, message) from None
+        finally:
+            self._unread.pop(timer, None)
         if request is grpc.aio.EOF:  # type: ignore[attr-defined]
             # A call that its client has reset, or gRPC for the size of its message, looks like one
             # that is over without any, until its cancellation arrives.
@@ -117,6 +126,16 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if isinstance(request, _Undecodable):
             raise invalid([Violation("(message)", request.why)])
         return request
+
+    def _make_way(self, timer: asyncio.Timeout) -> None:
+        """A call that does not count waits for its message. Of too many the oldest is given up:
+        who means it sends headers and message together, and strangers may call these services."""
+        self._unread[timer] = None
+        if len(self._unread) > self._config.max_open_calls:
+            oldest = next(iter(self._unread))
+            del self._unread[oldest]
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
 
     def _cut_off(self, context: Context) -> ServiceError:
         error = gone(context)

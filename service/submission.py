@@ -46,20 +46,16 @@ class Submissions:
     def submit(self, scheduler: Scheduler, prepared: Prepared) -> Handles:
         """Queues all sequences of a request, or none. Raises ServiceError when one is refused.
 
-        Nothing is planned between them: all of this happens in one step of the event loop.
+        Nothing is planned between them, and a refusal is that of the request.
         """
         if self._is_live(prepared.key):
             raise _duplicate("a live request has this id")
-        handles: list[RequestHandle] = []
         try:
-            for request in prepared.requests:
-                handles.append(scheduler.submit(request))
+            handles = scheduler.submit_together(prepared.requests)
         except SubmitError as refusal:
-            for handle in handles:
-                handle.cancel()
             raise self._refusal(refusal, scheduler, prepared) from refusal
-        self._live[prepared.key] = tuple(handles)
-        return tuple(handles)
+        self._live[prepared.key] = handles
+        return handles
 
     def abort(self, key: str) -> bool:
         """Ends all sequences of a request; False when none is live. `key` as in `Prepared`."""

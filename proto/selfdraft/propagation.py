@@ -3,6 +3,7 @@ propagators of this process say). Nothing is imported where the process has no O
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ _VALUE: Final = re.compile(r"[\x20-\x7e]{0,8192}")
 
 
 def trace_metadata(given: Sequence[tuple[str, str]] = ()) -> tuple[tuple[str, str], ...]:
-    """Metadata of the current span; nothing without one, or where the caller has given a
-    `traceparent` of his own."""
+    """Metadata of the current span; nothing without one, where the caller has given a `traceparent`
+    of his own, or where a propagator fails: no call does for it."""
     if any(key.lower() == "traceparent" for key, _ in given):
         return ()
     if "opentelemetry.trace" not in sys.modules:  # then no span can be current
@@ -24,7 +25,11 @@ def trace_metadata(given: Sequence[tuple[str, str]] = ()) -> tuple[tuple[str, st
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     carrier: dict[str, str] = {}
-    propagate.inject(carrier)
+    try:
+        propagate.inject(carrier)
+    except Exception:
+        logging.getLogger(__name__).warning("the trace is not carried along", exc_info=True)
+        return ()
     taken = {key.lower() for key, _ in given}
     found = ((key.lower(), str(value)) for key, value in carrier.items())
     return tuple(

@@ -28,9 +28,16 @@ class GrammarError(Exception):
     """This grammar cannot be used; the text, one short line, says why."""
 
     def __init__(self, message: str, path: str = "") -> None:
-        """`path` leads to what is wrong in a grammar that has parts, e.g. `format.tags[1].end`."""
-        super().__init__(message)
-        self.path = path
+        """`path` leads to what is wrong in a grammar that has parts, e.g. `format.tags[1].end`. Of
+        both, which may quote the client, what is long or half a character is left out."""
+        super().__init__(_printable(message))
+        self.path = _printable(path)
+
+
+def _printable(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()
+    half = MAX_ERROR_CHARS
+    return text if len(text) <= 2 * half else f"{text[: half - 1]}… {text[1 - half :]}"
 
 
 class Vocabulary:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from service.text.constraint import GrammarError
+from service.text.parts import BorderError
 
 
 class Fields:
@@ -85,3 +88,12 @@ def read_text(value: Any, path: str, *, empty: bool = False) -> str:
     except UnicodeEncodeError:
         raise GrammarError("holds half a character", path) from None
     return value
+
+
+@contextmanager
+def located(path: str) -> Iterator[None]:
+    """Says of an error of parts where in the structural tag it is. Raises GrammarError for it."""
+    try:
+        yield
+    except BorderError as error:
+        raise GrammarError(str(error), path) from None

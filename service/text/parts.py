@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
+from service.text.effort import Effort
 from service.text.schema import with_bounded_space
 
 Atoms = tuple[str, ...]
@@ -33,6 +34,8 @@ _VALUE: Final = ("value",)
 _MAX_START: Final = 200
 """Atoms of a start that are looked at."""
 _MAX_RANGE: Final = 300
+_NESTED: Final = re.compile(r"\[\[|\[[^\]]*(--|&&|~~|\|\|)")
+"""Sets within sets, of which Python warns that it does not know them."""
 
 
 class BorderError(Exception):
@@ -180,12 +183,19 @@ def _shortest(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class Writer:
-    """Puts parts together, and collects the terminals they need."""
+    """Puts parts together, and collects the terminals they need. Raises GrammarError, from wherever
+    that is noticed, when it takes too much."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         """`ids` are those of the special tokens."""
         self._ids = ids
         self._terminals: dict[str, str] = {}
+        self._effort = Effort()
+
+    def spent(self, part: Part) -> Part:
+        """The same; what it cost counts. Raises GrammarError when all do too much."""
+        self._effort.spend(len(part.rule))
+        return part
 
     def lark(self, part: Part) -> str:
         """The whole grammar."""
@@ -208,6 +218,7 @@ class Writer:
         """One after the other. Raises BorderError."""
         merged: list[Part] = []
         for part in _flat(parts):
+            self._effort.spend()
             before = merged[-1] if merged else None
             if before and before.terminal is not None and part.terminal is not None:
                 merged[-1] = _joined(before, part)
@@ -217,6 +228,7 @@ class Writer:
             return literal(())
         whole = merged[0]
         for part in merged[1:]:
+            self._effort.spend()
             if meet(whole.goes_on, part.starts):
                 raise BorderError("where it ends cannot be told from what follows it")
             whole = _followed(whole, part, rule="")
@@ -260,6 +272,7 @@ class Writer:
         split = sorted(((*_head(part), n) for n, part in enumerate(parts)), key=lambda x: x[0])
         groups: list[tuple[Atoms, list[list[Part]]]] = []
         for head, rest, _ in split:
+            self._effort.spend()
             if head and groups and (first := groups[-1][0]) and head[: len(first)] == first:
                 groups[-1][1].append([literal(head[len(first) :]), *rest])
             else:
@@ -399,7 +412,7 @@ def _longer(parts: Sequence[Part]) -> frozenset[Atoms]:
 def alphabet_of(pattern: str) -> frozenset[str] | None:
     """Characters that texts of `pattern` can have, or a few more; None: any. Only for patterns
     that mean the same to Python and to Rust."""
-    if "{," in pattern or "(?" in pattern.replace("(?:", ""):
+    if "{," in pattern or "(?" in pattern.replace("(?:", "") or _NESTED.search(pattern):
         return None
     try:
         parsed = _parser.parse(pattern)

@@ -22,24 +22,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from service.text import parts
 from service.text.constraint import GrammarError
-from service.text.fields import Fields, read_text
+from service.text.fields import Fields, located, read_text
 from service.text.parts import ANYTHING, BorderError, Part, Writer
-from service.text.schema import MAX_SPACE, read_json
+from service.text.schema import read_json
+from service.text.values import Parameters, json_value
 
-_PARAMETER_END: Final = "</parameter>"
-_ANNOTATIONS: Final = ("title", "description", "default", "examples", "$schema", "$comment")
 _MAX_REPEAT: Final = 10_000
-_DIGITS: Final = "0123456789"
-_NUMBER_GOES_ON: Final = _DIGITS + ".eE+-"
-_STARTS: Final = {
-    "object": "{",
-    "array": "[",
-    "string": '"',
-    "boolean": "tf",
-    "null": "n",
-    "integer": "-" + _DIGITS,
-    "number": "-" + _DIGITS,
-}
 
 
 def structural_lark(
@@ -67,9 +55,11 @@ class _Builder:
 
     def __init__(self, ids: Mapping[str, int], end_names: frozenset[str]) -> None:
         self.writer = Writer(ids)
+        self._parameters = Parameters(self.writer, self.literal)
         self.grammars: dict[str, str] = {}
         """Grammars that parts name, as Lark."""
         self._end_names = end_names
+        self._names = frozenset(ids)
         names = sorted(ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._formats: dict[str, Callable[[Fields, Sequence[str]], Part]] = {
@@ -113,10 +103,10 @@ class _Builder:
         if not isinstance(kind, str) or kind not in self._formats:
             known = ", ".join(self._formats)
             raise GrammarError(f"{kind!r:.40} is not supported: {known}", fields.at("type"))
-        with _Located(path):
+        with located(path):
             part = self._formats[kind](fields, ends)
         fields.done()
-        return part
+        return self.writer.spent(part)
 
     def literal(self, text: str, path: str) -> Part:
         """`text`, with the special tokens that it spells out."""
@@ -145,21 +135,12 @@ class _Builder:
             )
         style = fields.text("style") if fields.has("style") else "json"
         if style == "qwen_xml":
-            return self._qwen_xml(schema, fields.at("json_schema"))
+            return self._parameters.part(schema, fields.at("json_schema"))
         if style != "json":
             raise GrammarError(
                 f"{style!r:.40} is not supported: json, qwen_xml", fields.at("style")
             )
-        return self.value(schema, fields.at("json_schema"))
-
-    def value(self, schema: Any, path: str) -> Part:
-        """A JSON value."""
-        if not isinstance(schema, dict | bool):
-            raise GrammarError("must be a JSON schema", path)
-        kinds = _kinds(schema)
-        goes_on = _NUMBER_GOES_ON if {"integer", "number"} & kinds else ""
-        starts = "".join(sorted({char for kind in kinds for char in _STARTS[kind]}))
-        return parts.value(schema, starts, goes_on)
+        return json_value(schema, fields.at("json_schema"))
 
     def _grammar(self, fields: Fields, ends: Sequence[str]) -> Part:
         source, path = fields.text("grammar"), fields.at("grammar")
@@ -212,11 +193,37 @@ class _Builder:
 
     def _tag(self, fields: Fields, ends: Sequence[str], skip: int = 0) -> Part:
         """A tag; `skip` atoms of its beginning are there already."""
-        begin = self._atoms(_begin(fields), fields.at("begin"))[skip:]
-        own = _ends(fields)
+        begin = self._atoms(self._begin(fields), fields.at("begin"))[skip:]
+        own = self._ends(fields)
         end = self.writer.either([self.literal(text, fields.at("end")) for text in own])
         body = self._body(fields, own, end)
         return self.writer.sequence([parts.literal(begin), body])
+
+    def _begin(self, tag: Fields) -> str:
+        value = tag.need("begin")
+        if isinstance(value, dict):
+            return self._token(value, tag.at("begin"))
+        return read_text(value, tag.at("begin"), empty=True)
+
+    def _ends(self, tag: Fields) -> list[str]:
+        value, path = tag.need("end"), tag.at("end")
+        if isinstance(value, dict):
+            return [self._token(value, path)]
+        if isinstance(value, list):
+            return [read_text(text, at, empty=True) for text, at in tag.some("end")]
+        return [read_text(value, path, empty=True)]
+
+    def _token(self, value: Any, path: str) -> str:
+        """The name of a special token, for literals know what that is. Any other name would be
+        let through as a text."""
+        fields = Fields(value, path)
+        if value.get("type", "token") != "token":
+            raise GrammarError('must be "token"', fields.at("type"))
+        name = fields.text("token")
+        if name not in self._names:
+            raise GrammarError(f"{name!r:.40} is no special token", fields.at("token"))
+        fields.done()
+        return name
 
     def _body(self, fields: Fields, ends: Sequence[str], end: Part) -> Part:
         """What comes between its beginning and its end, with that."""
@@ -226,14 +233,14 @@ class _Builder:
         kind = content.get("type") if isinstance(content, dict) else None
         if kind == "any_text" and plain:
             free = Fields(content, path)
-            with _Located(path):
+            with located(path):
                 body = parts.until(plain, free.texts("excludes"))
             free.done()
             return body
         if kind in ("triggered_tags", "dispatch"):
             inner = Fields(content, path)
             read = self._triggered_tags if kind == "triggered_tags" else self._dispatch
-            with _Located(path):
+            with located(path):
                 body, ended = read(inner, bars, plain)
             inner.done()
             return body if ended else self.writer.sequence([body, end])
@@ -247,7 +254,7 @@ class _Builder:
         return found
 
     def _built(self, tag: Fields, skip: int = 0) -> Part:
-        with _Located(tag.path):
+        with located(tag.path):
             part = self._tag(tag, (), skip)
         tag.done()
         return part
@@ -310,49 +317,11 @@ class _Builder:
             old.done()
             tags.append(Fields(tag, path))
         triggers = [read_text(x, at) for x, at in fields.some("triggers")]
-        with _Located(fields.at("structures")):
+        with located(fields.at("structures")):
             return self._triggered(tags, triggers, (), (), first=False, once=False)[0]
 
-    def _qwen_xml(self, schema: Any, path: str) -> Part:
-        """`<parameter=key>value</parameter>` for each property, in the schema's order."""
-        demands = Fields(schema, path)
-        properties, required = _properties(demands)
-        space = parts.regex("[ \t\n]", f"/[ \\t\\n]{{0,{MAX_SPACE}}}/")
-        found = [space]
-        for name, value, at in properties:
-            begin = self.literal(f"<parameter={name}>", at)
-            with _Located(at):
-                body = self._qwen_value(value, at, demands, space)
-                one = self.writer.sequence([begin, body, space])
-                found.append(one if name in required else self.writer.repeat(one, 0, 1))
-        demands.done()
-        with _Located(path):
-            return self.writer.sequence(found)
-
-    def _qwen_value(self, schema: Any, path: str, root: Fields, space: Part) -> Part:
-        """A value with its closing tag: a text as it is, anything else as JSON."""
-        kinds = _kinds(schema) if isinstance(schema, dict) else set(_STARTS)
-        if "string" not in kinds:
-            shared = {name: root.need(name) for name in ("$defs", "definitions") if root.has(name)}
-            close = parts.literal(_PARAMETER_END)
-            return self.writer.sequence(
-                [space, self.value({**shared, **schema}, path), space, close]
-            )
-        if schema.get("type") != "string" and kinds != {"string"}:
-            raise GrammarError("must say that it is a text, or that it is none", path)
-        given = Fields(schema, path)
-        for name in _ANNOTATIONS:
-            given.skip(name)
-        if not given.has("enum"):
-            given.done()
-            return parts.until([_PARAMETER_END])
-        texts = [read_text(x, at, empty=True) for x, at in given.some("enum")]
-        given.done()
-        alternatives = [parts.literal(f"{text}{_PARAMETER_END}") for text in texts]
-        return self.writer.either(alternatives)
-
     def _qwen_xml_parameter(self, fields: Fields, ends: Sequence[str]) -> Part:
-        return self._qwen_xml(fields.need("json_schema"), fields.at("json_schema"))
+        return self._parameters.part(fields.need("json_schema"), fields.at("json_schema"))
 
     def _triggered(
         self,
@@ -367,7 +336,6 @@ class _Builder:
         """Any text in which a trigger begins one of its tags; see `_triggered_tags`."""
         _check_triggers(triggers, tags)
         writer = self.writer
-        _check_triggers(triggers, tags)
         opening = writer.either([self._built(tag) for tag in tags]) if first else parts.literal(())
         if first and once:
             return opening, False
@@ -414,7 +382,7 @@ class _Builder:
                     raise GrammarError("has a special token in the middle of its trigger", at)
             if rest:
                 others = [stop for stop in stops if stop != trigger]
-                before = parts.until([trigger], others)
+                before = self.writer.spent(parts.until([trigger], others))
                 found.append(self.writer.sequence([before, self.writer.either(rest)]))
         if special:
             free = parts.free(stops)
@@ -425,46 +393,6 @@ class _Builder:
             starts=frozenset(s for part in found for s in part.starts),
             goes_on=frozenset(s for part in found for s in part.goes_on),
         )
-
-
-class _Located:
-    """Says of an error of parts where in the structural tag it is."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BorderError):
-            raise GrammarError(str(error), self._path) from None
-
-
-def _begin(tag: Fields) -> str:
-    value = tag.need("begin")
-    if isinstance(value, dict):
-        return _token(value, tag.at("begin"))
-    return read_text(value, tag.at("begin"), empty=True)
-
-
-def _ends(tag: Fields) -> list[str]:
-    value, path = tag.need("end"), tag.at("end")
-    if isinstance(value, dict):
-        return [_token(value, path)]
-    if isinstance(value, list):
-        return [read_text(text, at, empty=True) for text, at in tag.some("end")]
-    return [read_text(value, path, empty=True)]
-
-
-def _token(value: Any, path: str) -> str:
-    """The name of a special token, for literals know what that is."""
-    fields = Fields(value, path)
-    if value.get("type", "token") != "token":
-        raise GrammarError('must be "token"', fields.at("type"))
-    name = fields.text("token")
-    fields.done()
-    return name
 
 
 def _check_triggers(triggers: Sequence[str], tags: Sequence[Fields]) -> None:
@@ -482,44 +410,3 @@ def _check_triggers(triggers: Sequence[str], tags: Sequence[Fields]) -> None:
     for trigger in triggers:
         if not any(begin.startswith(trigger) for begin in begins.values()):
             raise BorderError(f"no tag begins with trigger {trigger!r:.40}")
-
-
-def _kinds(schema: Any) -> set[str]:
-    """Types that a value of it may have, or more."""
-    if not isinstance(schema, dict):
-        return set(_STARTS)
-    if isinstance(schema.get("enum"), list):
-        return {_kind(value) for value in schema["enum"]}
-    if "const" in schema:
-        return {_kind(schema["const"])}
-    kinds = schema.get("type", list(_STARTS))
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    known = {kind for kind in kinds if isinstance(kind, str) and kind in _STARTS}
-    return known or set(_STARTS)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return names.get(type(value), "object")
-
-
-def _properties(schema: Fields) -> tuple[list[tuple[str, Any, str]], set[str]]:
-    """Of a schema of parameters: each with its name and path, and the names of those required."""
-    for name in (*_ANNOTATIONS, "$defs", "definitions"):
-        schema.skip(name)
-    if schema.has("type") and schema.text("type") != "object":
-        raise GrammarError('must be "object"', schema.at("type"))
-    if schema.flag("additionalProperties"):
-        raise GrammarError(
-            "is not supported: must be absent or false", schema.at("additionalProperties")
-        )
-    properties = schema.need("properties") if schema.has("properties") else {}
-    if not isinstance(properties, dict):
-        raise GrammarError("must be an object", schema.at("properties"))
-    required = set(schema.texts("required"))
-    if foreign := required - properties.keys():
-        raise GrammarError(f"{min(foreign)!r:.40} is no property", schema.at("required"))
-    path = schema.at("properties")
-    return [(name, value, f"{path}.{name}") for name, value in properties.items()], required

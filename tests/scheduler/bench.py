@@ -181,6 +181,15 @@ class Bench:
         self.core.integrity()
         return stream
 
+    def submit_together(self, requests: Values[GenerationRequest]) -> list[Stream]:
+        self.core.submit_together(requests, self.now)
+        streams = [Stream(request) for request in requests]
+        for stream in streams:
+            self.streams[stream.request.request_id] = stream
+            self.live[stream.request.request_id] = stream
+        self.core.integrity()
+        return streams
+
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         found = self.core.cancel(request_id, reason, self.now)
         self._deliver(self.core.take_events())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.request import (
     FinishReason,
+    GenerationRequest,
     InvalidRequestError,
     Priority,
     QueueFullError,
@@ -118,6 +119,24 @@ def test_nothing_of_a_refused_request_remains() -> None:
     assert "refused" not in bench.core._live
     assert not bench.core._groups._groups
     assert bench.core._queue.tenants.find("t") is None
+    bench.finish()
+
+
+def test_the_last_sample_meets_the_deadline_too() -> None:
+    """Two rows of 20 tokens each: the eighth of as many samples starts after some 80 steps."""
+    bench = loaded()
+    fill(bench, 2, max_tokens=2)
+    bench.step()
+
+    def samples(count: int, name: str) -> list[GenerationRequest]:
+        deadline = bench.now + 40 * TICK_S
+        options: dict[str, Any] = {"prompt": PROMPT, "max_tokens": OUTPUT, "deadline": deadline}
+        return [make_request(f"{name}/{n}", group=name, **options) for n in range(count)]
+
+    with pytest.raises(QueueFullError) as caught:
+        bench.submit_together(samples(8, "eight"))
+    assert caught.value.reason is Refusal.DEADLINE
+    bench.submit_together(samples(2, "two"))
     bench.finish()
 
 

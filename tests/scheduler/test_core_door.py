@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from engine.plan import SamplingParams
-from scheduler.config import SchedulerConfig
+from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.request import (
     GenerationRequest,
     InvalidRequestError,
     NotRunningError,
     QueueFullError,
 )
-from tests.scheduler.bench import TICK_S, make_request
+from tests.scheduler.bench import TICK_S, Bench, make_request
 from tests.scheduler.cores import bench, reason
 
 # --- the door -------------------------------------------------------------------------------------
@@ -176,6 +177,80 @@ def test_the_queue_is_bounded_in_tokens() -> None:
         b.submit(make_request("c", prompt=25))
     assert error.value.retry_after_s == 2.0, "two must leave"
     b.finish()
+
+
+def samples(count: int, name: str = "s", **others: Any) -> list[GenerationRequest]:
+    return [make_request(f"{name}/{n}", seed=n, group=name, **others) for n in range(count)]
+
+
+def nothing_is_left(b: Bench, refused: str) -> None:
+    statistics = b.core.statistics(b.now)
+    assert (statistics.submitted, sum(statistics.finished.values())) == (1, 0)
+    assert statistics.refused == {refused: 1}
+    assert (b.core.live, b.core.take_events()) == (1, [])
+
+
+def test_samples_are_let_in_together() -> None:
+    """Or none of them is: no one of them has ever been submitted, or has ended."""
+    b = bench(SchedulerConfig(max_queue=4))
+    b.submit(make_request("a"))
+    with pytest.raises(QueueFullError) as error:
+        b.submit_together(samples(4))
+    assert error.value.limit == "max_queue (4 requests)"
+    nothing_is_left(b, "max_queue")
+    b.submit_together(samples(3))
+    b.finish()
+    assert b.core.statistics(b.now).submitted == 4
+
+
+def test_samples_are_bounded_in_tokens_together() -> None:
+    b = bench(SchedulerConfig(max_queued_tokens=30))
+    b.submit(make_request("a", prompt=1))
+    with pytest.raises(QueueFullError, match="max_queued_tokens"):
+        b.submit_together(samples(3, prompt=10))
+    nothing_is_left(b, "max_queued_tokens")
+    b.finish()
+
+
+def test_samples_are_bounded_by_their_tenant_together() -> None:
+    tenants = {"t": TenantPolicy(max_queued_tokens=30)}
+    b = bench(SchedulerConfig(tenants=tenants))
+    b.submit(make_request("a", prompt=1, tenant="t"))
+    with pytest.raises(QueueFullError, match="of the tenant"):
+        b.submit_together(samples(3, prompt=10, tenant="t"))
+    nothing_is_left(b, "tenant_queued_tokens")
+    with pytest.raises(InvalidRequestError, match=r"4 times 10 .* 30 \(max_queued_tokens of the t"):
+        b.submit_together(samples(4, prompt=10, tenant="t"))
+    b.finish()
+
+
+def test_a_tenant_with_nothing_waiting_has_all_its_samples_let_in() -> None:
+    """They are more than its share, and would be refused for ever."""
+    tenants = {name: TenantPolicy() for name in "abc"}
+    b = bench(SchedulerConfig(max_queue=16, tenants=tenants))
+    b.submit_together(samples(16, tenant="a"))
+    b.finish()
+    b.submit_together(samples(3, name="b", tenant="b"))
+    with pytest.raises(QueueFullError, match="below their share"):
+        b.submit_together(samples(12, name="c", tenant="b"))
+    b.finish()
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"max_queue": 3}, "4 sequences; the limit is 3 (max_queue)"),
+        ({"max_queued_tokens": 30}, "4 times 10 prompt tokens; the limit is 30"),
+    ],
+)
+def test_more_samples_than_may_ever_wait_are_invalid(config: dict[str, int], says: str) -> None:
+    b = bench(SchedulerConfig(**config))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as error:
+        b.submit_together(samples(4, prompt=10))
+    assert error.value.field == "n"
+    assert says in error.value.message
+    assert b.core.is_empty
+    assert b.core.statistics(0).refused == {"invalid": 1}
 
 
 def test_the_retry_delay_follows_throughput() -> None:

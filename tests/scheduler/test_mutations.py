@@ -253,17 +253,17 @@ def deadlines_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @MUTATIONS.plant
 def the_queue_has_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Door, "refusal", lambda self, request, prompt_tokens, now: None)
+    patch.setattr(Door, "refusal", lambda self, requests, prompt_tokens, now: None)
 
 
 @MUTATIONS.plant
 def a_depth_cap_is_ignored(patch: pytest.MonkeyPatch) -> None:
-    def submit(self: Registry, request: Any, now: float) -> None:
-        submit_well(self, request, now)
+    def take(self: Registry, request: Any, prompt: Any, now: float) -> None:
+        take_well(self, request, prompt, now)
         self._live[request.request_id].depth_cap = self._max_depth
 
-    submit_well = Registry.submit
-    patch.setattr(Registry, "submit", submit)
+    take_well = Registry._take
+    patch.setattr(Registry, "_take", take)
 
 
 @MUTATIONS.plant

@@ -13,11 +13,12 @@ from scheduler.groups import Groups
 from scheduler.pages import IntegrityError
 from scheduler.prefill import PrefillPlanner
 from scheduler.queue import WaitingQueue
-from scheduler.request import Priority, QueueFullError, Refusal
+from scheduler.registry import Registry
+from scheduler.request import FinishReason, Priority, QueueFullError, Refusal
 from scheduler.sequence import Sequence
 from scheduler.tenants import Tenant, Tenants, Turns
 from scheduler.throughput import Estimate, Throughput, Waits
-from tests.scheduler import test_admission, test_order, test_turns
+from tests.scheduler import test_admission, test_core_door, test_order, test_turns
 from tests.scheduler.bench import TICK_S
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -112,8 +113,8 @@ def idle_tenants_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_deadline_check_is_inverted(patch: pytest.MonkeyPatch) -> None:
-    def check(self: Door, request: Any, now: float) -> QueueFullError | None:
-        if request.deadline is None or check_well(self, request, now) is not None:
+    def check(self: Door, before: Any, request: Any, *others: Any) -> QueueFullError | None:
+        if request.deadline is None or check_well(self, before, request, *others) is not None:
             return None
         return QueueFullError(Refusal.DEADLINE, "inverted", 1.0)
 
@@ -122,7 +123,7 @@ def the_deadline_check_is_inverted(patch: pytest.MonkeyPatch) -> None:
 
 
 def deadlines_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Door, "_deadline", lambda self, request, now: None)
+    patch.setattr(Door, "_deadline", lambda self, *asked: None)
 
 
 def deadlines_are_refused_without_evidence(patch: pytest.MonkeyPatch) -> None:
@@ -181,15 +182,42 @@ def a_tenant_may_queue_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prompt_beyond_its_tenants_bound_is_refused_for_now(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Door, "fits", lambda self, request, prompt_tokens: None)
+    patch.setattr(Door, "fits", lambda self, request, prompt_tokens, count: None)
+
+
+def samples_are_let_in_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Each is asked for by itself; those before a refused one end as cancelled."""
+
+    def submit(self: Registry, requests: Any, now: float) -> None:
+        taken = []
+        try:
+            for request in requests:
+                submit_well(self, (request,), now)
+                taken.append(request)
+        except QueueFullError:
+            for request in taken:
+                self.cancel(request.request_id, FinishReason.CANCELLED, now, "")
+            self._outbox.clear()
+            raise
+
+    submit_well = Registry.submit
+    patch.setattr(Registry, "submit", submit)
+
+
+def samples_count_as_one_request(patch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Door, requests: Any, *others: Any) -> QueueFullError | None:
+        return refuse_well(self, requests[:1], *others)
+
+    refuse_well = Door.refusal
+    patch.setattr(Door, "refusal", refuse)
 
 
 def a_flood_may_fill_the_queue(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Door, "_kept", lambda self, name, waiting, most: 0)
+    patch.setattr(Door, "_kept", lambda self, name, waiting, most, more: 0)
 
 
 def every_tenant_leaves_an_eighth(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Door, "_kept", lambda self, name, waiting, most: most // 8)
+    patch.setattr(Door, "_kept", lambda self, name, waiting, most, more: most // 8)
 
 
 def all_names_are_one_at_being_passed_over(patch: pytest.MonkeyPatch) -> None:
@@ -281,6 +309,10 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
         a_prompt_beyond_its_tenants_bound_is_refused_for_now,
         test_admission.test_a_tenant_has_its_own_bound,
     ),
+    (samples_are_let_in_one_by_one, test_core_door.test_samples_are_let_in_together),
+    (samples_count_as_one_request, test_core_door.test_samples_are_let_in_together),
+    (samples_count_as_one_request, test_core_door.test_samples_are_bounded_in_tokens_together),
+    (samples_count_as_one_request, test_admission.test_the_last_sample_meets_the_deadline_too),
     (a_flood_may_fill_the_queue, flooded),
     (every_tenant_leaves_an_eighth, flooded),
     (

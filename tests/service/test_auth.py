@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
+import anyio
 import grpc
 import grpc.aio
 import pytest
@@ -207,3 +209,22 @@ async def test_only_admins_administer(book: Book) -> None:
 def test_nobody_calls_outside_of_a_call() -> None:
     with pytest.raises(LookupError):
         identity_of(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("open_reflection", [True, False])
+async def test_reflection_streams_are_bounded_for_whoever_may(
+    book: Book, open_reflection: bool
+) -> None:
+    """They do not count as calls, so nothing else bounds those of a tenant."""
+    config = book.config(open_reflection=open_reflection)
+    config = replace(config, server=replace(config.server, max_open_calls=2))
+    async with running(config=config) as up, grpc.aio.insecure_channel(up.target) as channel:
+        open_call: Any = channel.stream_stream
+        path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        token = (("authorization", f"Bearer {book.ada}"),)
+        held = [open_call(path)(metadata=token) for _ in range(2)]
+        await anyio.sleep(0.1)
+        error = await bare(up.target, path, *token)
+        assert len(held) == 2
+        assert error is not None
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from selfdraft import Client, SelfdraftError
 
 from service.config import ServerConfig
+from service.guard import HEALTH
+from service.intake import IntakeInterceptor
 from tests.service.harness import Running, running, service_config
 
 pytestmark = pytest.mark.anyio
@@ -67,6 +69,43 @@ async def test_calls_without_a_message_do_not_hold_their_places() -> None:
         await up.idle()
         assert await up.works()
         assert await refused(up, "SLOW_SENDER") == not_taken(up, "SLOW_SENDER")
+
+
+async def check_health_without_messages(up: Running) -> None:
+    """Calls of a service that needs no token and has no bound of its own, from a stranger: they do
+    not add up to where gRPC itself refuses everybody. Raises AssertionError."""
+    async with grpc.aio.insecure_channel(up.target) as channel:
+        open_call: Any = channel.stream_stream
+        held = [open_call(f"/{HEALTH}/{name}")() for name in ("Check", "Watch") for _ in range(20)]
+        await anyio.sleep(0.2)
+        assert len(held) == 40
+        async with grpc.aio.insecure_channel(up.target) as probing:
+            health = health_pb2_grpc.HealthStub(probing)
+            try:
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                assert await up.works()
+            except (grpc.aio.AioRpcError, SelfdraftError) as error:
+                raise AssertionError(error) from error
+
+
+STRANGERS: dict[str, Any] = {"max_concurrent_rpcs": 3, "max_open_calls": 2}
+
+
+async def test_health_checks_without_a_message_give_way() -> None:
+    async with running(config=served(**STRANGERS)) as up:
+        await check_health_without_messages(up)
+        await until(lambda: len(up.log_lines("call not taken")) >= 1)
+        line = up.log_lines("call not taken")[0]
+        assert line["reason"] == "SLOW_SENDER"
+        assert "another call" in line["detail"]
+
+
+async def test_health_checks_that_stay_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutation."""
+    monkeypatch.setattr(IntakeInterceptor, "_make_way", lambda self, timer: None)
+    async with running(config=served(**STRANGERS)) as up:
+        with pytest.raises(AssertionError):
+            await check_health_without_messages(up)
 
 
 async def test_above_the_bound_on_calls() -> None:

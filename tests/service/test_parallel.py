@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -11,11 +11,10 @@ import pytest
 from selfdraft import Client, Generation, SelfdraftError
 from selfdraft.v1 import selfdraft_pb2 as pb
 
-from scheduler.loop import RequestHandle
-from scheduler.request import GenerationRequest, Usage
+from scheduler.loop import RequestHandle, Scheduler
+from scheduler.request import GenerationRequest, QueueFullError, Usage
 from service.logs import total
 from service.relay import Relay
-from service.submission import Submissions
 from tests.scheduler.fake_engine import expected_tokens
 from tests.service.harness import VOCAB, Running, running, saying, service_config, tokenizer
 
@@ -101,13 +100,13 @@ async def test_one_group_and_ids_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     async with running() as up:
         scheduler = up.server.door.look().scheduler
         asked: list[GenerationRequest] = []
-        submit = scheduler.submit
+        submit = scheduler.submit_together
 
-        def ask(request: GenerationRequest) -> RequestHandle:
-            asked.append(request)
-            return submit(request)
+        def ask(requests: Sequence[GenerationRequest]) -> tuple[RequestHandle, ...]:
+            asked.extend(requests)
+            return submit(requests)
 
-        monkeypatch.setattr(scheduler, "submit", ask)
+        monkeypatch.setattr(scheduler, "submit_together", ask)
         generation = up.client.generate(
             text="x", n=3, request_id="mine", max_tokens=4, prompt_logprobs=1, logprobs=2
         )
@@ -191,10 +190,11 @@ async def check_admission(up: Running) -> None:
     error = caught.value
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert error.retry_after_s is not None
-    left = up.statistics.queued_requests
+    left = up.statistics
     await up.client.abort("first")
     await up.client.abort("waiting")
-    assert left == 1
+    assert (left.queued_requests, left.submitted, left.finished) == (1, 2, {})
+    assert left.refused == {"max_queue": 1}
     # Its id is free again.
     assert not await up.client.abort("many")
 
@@ -207,23 +207,21 @@ async def test_all_are_admitted_or_none() -> None:
 
 
 async def test_admission_of_some_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutation: what was admitted before the refusal stays."""
-    refusal = Submissions._refusal
-    cancel = RequestHandle.cancel
+    """Mutation: they are submitted one by one, and those before the refused one are cancelled."""
 
-    def keep(self: Submissions, *args: object) -> object:
-        monkeypatch.setattr(RequestHandle, "cancel", cancel)
-        return refusal(self, *args)  # type: ignore[arg-type]
+    def one_by_one(self: Scheduler, requests: Any) -> tuple[RequestHandle, ...]:
+        handles: list[RequestHandle] = []
+        try:
+            for request in requests:
+                handles += together(self, (request,))
+        except QueueFullError:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return tuple(handles)
 
-    submit = Submissions.submit
-
-    def submit_without_cancel(self: Submissions, scheduler: object, prepared: object) -> object:
-        if len(prepared.requests) > 1:  # type: ignore[attr-defined]
-            monkeypatch.setattr(RequestHandle, "cancel", lambda self, *_: False)
-        return submit(self, scheduler, prepared)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Submissions, "_refusal", keep)
-    monkeypatch.setattr(Submissions, "submit", submit_without_cancel)
+    together = Scheduler.submit_together
+    monkeypatch.setattr(Scheduler, "submit_together", one_by_one)
     async with running(config=service_config(max_queue=3), step_s=0.002, max_rows=1) as up:
         with pytest.raises(AssertionError):
             await check_admission(up)

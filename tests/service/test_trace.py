@@ -21,6 +21,7 @@ from opentelemetry import trace as otel
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from selfdraft import AdminClient, Client, SelfdraftError
+from selfdraft.propagation import trace_metadata
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from scheduler.request import Usage
@@ -442,3 +443,15 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SettingError, match=r"selfdraft\[tracing\]"):
         Tracing(TracingConfig(endpoint="127.0.0.1:1"), Any)  # type: ignore[arg-type]
+
+
+def test_a_propagator_that_fails_costs_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import propagate
+
+    def fail(carrier: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(propagate, "inject", fail)
+    inside = otel.SpanContext(trace_id=1, span_id=1, is_remote=False)
+    with otel.use_span(otel.NonRecordingSpan(inside)):
+        assert trace_metadata() == ()

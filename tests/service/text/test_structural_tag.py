@@ -295,6 +295,32 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "alike": ({"format": CALLS | {"triggers": ["<f", "<f="]}}, "format", "part of the other"),
     "foreign tag": ({"format": CALLS | {"triggers": ["<g"]}}, "format.tags[0].begin", "no trigger"),
     "end token": ({"format": tag("<|im_end|>", ANY, "x")}, "format.begin", "ends a text"),
+    "no token": ({"format": tag({"token": "<f="}, ANY, "x")}, "format.begin.token", "no special"),
+    "no token at the end": (
+        {"format": tag("x", ANY, {"type": "token", "token": "y"})},
+        "format.end.token",
+        "'y' is no special token",
+    ),
+    "half a character as a field": (
+        {"format": ANY, "\ud800": 1},
+        "\\ud800",
+        "is not supported",
+    ),
+    "half a character as a parameter": (
+        {"format": made("qwen_xml_parameter", json_schema={"properties": {"\ud800": {}}})},
+        "format.json_schema.properties.\\ud800",
+        "half a character",
+    ),
+    "a parameter without a schema": (
+        {"format": made("qwen_xml_parameter", json_schema={"properties": {"x": True}})},
+        "format.json_schema.properties.x",
+        "must be a JSON schema that is an object",
+    ),
+    "a long name": (
+        {"format": ANY, "k" * 100_000: 1},
+        f"{'k' * 199}… {'k' * 199}",
+        "is not supported",
+    ),
     "end that cannot come": (
         {"format": tag("(", made("any_text", excludes=["f>"]), "</f>")},
         "format.content",
@@ -400,6 +426,14 @@ async def test_drafts_are_held_to_it(name: str) -> None:
     source = json.dumps({"format": CALLS | {"at_least_one": True}})
     compiled = await GRAMMARS[name].compile("structural_tag", source)
     check_ahead(compiled.constraint, TOKENIZERS[name].eos_ids, SIZES[name])
+
+
+def test_sets_in_sets_are_not_looked_into(recwarn: pytest.WarningsRecorder) -> None:
+    """Python would warn of them, in a server's log."""
+    for pattern in ("[[:alpha:]]", "[a&&b]", "[a--b]", "x[^b~~c]", "[a||b]"):
+        assert parts.alphabet_of(pattern) is None
+    assert parts.alphabet_of("--(a||b)[c]") == frozenset("-abc")
+    assert not recwarn.list
 
 
 def swallows() -> bool:
