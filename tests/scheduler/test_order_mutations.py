@@ -14,7 +14,7 @@ from scheduler.groups import Groups
 from scheduler.pages import IntegrityError
 from scheduler.prefill import PrefillPlanner
 from scheduler.queue import WaitingQueue
-from scheduler.request import Priority, QueueFullError, Refusal
+from scheduler.request import GenerationRequest, Priority, QueueFullError, Refusal
 from scheduler.sequence import Sequence
 from scheduler.tenants import Tenant, Tenants, Turns
 from scheduler.throughput import Estimate, Throughput, Waits
@@ -258,6 +258,17 @@ def rows_are_held_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("scheduler.door.own_turn", own)
 
 
+def the_wait_for_others_is_added(patch: pytest.MonkeyPatch) -> None:
+    """To the wait for own rows, although the two pass together."""
+
+    def starts_in(self: Door, request: GenerationRequest, now: float) -> Estimate:
+        ahead = self._queue.own_ahead(request.tenant, request.priority)
+        own, others = self._own_turn(request.tenant, ahead, now), self._turn(request)
+        return Estimate(own.likely + others.likely, own.likely + others.likely)
+
+    patch.setattr(Door, "starts_in", starts_in)
+
+
 def a_full_tenants_delay_is_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Door, "_own_turn", lambda self, name, ahead, now: Estimate(0.0, 0.0))
 
@@ -285,9 +296,7 @@ mixed = whom(
 )
 shares = whom(test_order.test_shares_follow_weights, 1, [1.0, 3.0], True)
 trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
-limited = whom(
-    test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1, 2, False
-)
+limited = whom(test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1)
 flooded = partial(test_admission.test_a_flood_does_not_shut_the_door_on_others, {"max_queue": 16})
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
@@ -364,6 +373,7 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (own_rows_are_not_waited_for, test_admission.test_a_tenants_own_rows_are_waited_for),
     (own_rows_are_not_waited_for, limited),
     (rows_are_held_for_ever, limited),
+    (the_wait_for_others_is_added, limited),
     (
         a_full_tenants_delay_is_everybodys,
         test_admission.test_a_full_tenants_delay_is_that_of_its_rows,
