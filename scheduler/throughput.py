@@ -11,7 +11,7 @@ Time in which nobody waited says nothing about what this machine can do, and is 
 A tenant that may run m rows waits for its own, too, however fast the queue moves: with n of its own
 before it, a request starts when the (n mod m)-th of the rows there are has ended, and n div m times
 as long as a row of its takes after that (`own_turn`). The two waits pass together,
-so the longer one holds: their sum is too long by half where both count, and its fast end refuses
+so the longer one holds: their sum was up to a half too long, and its fast end refuses
 calls that would have started in time. What one waits for others once an own row has ended is not in
 it.
 
