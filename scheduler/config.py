@@ -12,7 +12,8 @@ What is bounded (defaults in parentheses; None follows the engine):
                             (None)                    alone exceeds it
     time until it starts    the request's deadline    the same, once enough was measured
                             (None)
-    time in a lower class   ageing_s (30) per class   counts as the next higher class
+    time in a lower class   ageing_s (30) per class   its tenant's first one counts as the next
+                            after a higher one went   higher class
     rows of a tenant        its max_rows (None)       wait in the queue; other tenants pass
     rows at once            max_rows (256), engine's  wait in the queue
     KV pages                engine's pool             kept prefixes go (LRU); then new rows wait
@@ -123,8 +124,8 @@ class SchedulerConfig:
     default_tenant: TenantPolicy = TenantPolicy()
 
     ageing_s: float = 30.0
-    """Seconds of waiting that lift a request by one priority class, up to the highest: what bounds
-    starvation."""
+    """Seconds after a request of a higher class went before it that lift the first a tenant has
+    waiting in a class by one, up to the highest: what bounds starvation."""
 
     max_token_gap_s: float | None = None
     """Most seconds that a step with prefill may take, as estimated, while some row decodes: how

@@ -152,10 +152,10 @@ class Door:
     def starts_in(
         self, request: GenerationRequest, now: float, *, before: int = 0, work: int = 0
     ) -> Estimate:
-        """When this request would start if it came now, after so many more of its tenant's with so
-        many tokens to prefill. 0 when at the next plan, or when too
-        little was measured. Its tenant's own `max_rows` is reckoned with; that those of others keep
-        them from going before it is not."""
+        """When this request would start if it came now, after `before` more of its tenant's, with
+        `work` tokens to prefill in all. 0 when at the next plan, or when too little was measured.
+        Its tenant's own `max_rows` is reckoned with; that those of others keep them from going
+        before it is not."""
         own = self._own_turn(
             request.tenant, before + self._queue.own_ahead(request.tenant, request.priority), now
         )

@@ -211,7 +211,7 @@ class PrefillPlanner:
             if self._cache.total and sequence.restores:
                 self._cache.started(sequence.cached)
         self.recomputed += max(0, sequence.computed - sequence.cached)
-        self._queue.start(sequence)
+        self._queue.start(sequence, now)
         prefilled = len(sequence.prompt) - sequence.cached
         self._throughput.start(prefilled=prefilled, expected=sequence.work)
         sequence.saves = self._saves(sequence)

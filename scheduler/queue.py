@@ -2,8 +2,9 @@
 
 Order, first to last:
 
-1. Class: `Priority`, no higher than the tenant's `max_priority`. Every `ageing_s` seconds of
-   waiting lift a request by one class, up to the highest.
+1. Class: `Priority`, no higher than the tenant's `max_priority`. The first that a tenant has
+   waiting in a class is lifted by one, up to the highest, `ageing_s` seconds after a higher class
+   first went before it (`scheduler.ageing`).
 2. Tenant: the one with the fewest weighted tokens served in that class (`scheduler.tenants`).
    Charged are the prompt tokens that are really prefilled, when the request first starts, and
    generated tokens as they come, in the class the request had when it started. What is prefilled
@@ -15,14 +16,23 @@ prefill; beyond `MOST_PASSED` of those the step looks no further (beyond a quart
 tenant with a policy, or of all others, at that one's no more), which starves nobody: they wait
 for a row that runs.
 
-Starvation is bounded: `(INTERACTIVE - class) * ageing_s` seconds after its arrival a request is in
-the highest class, whatever else arrives. From then on only its tenant's earlier requests go before
-it, and other tenants within the bound of `scheduler.tenants`, which no newcomer can stretch: each
-is lifted to the lowest counter there is, and has come later. Among those the first that does not
-fit blocks the others, so a big request is not starved by small ones.
+Starvation is bounded, whatever else arrives. The first that a tenant has waiting of class c stays
+in a class below the highest for at most `ageing_s` seconds after a request that came with a higher
+one started: for `(INTERACTIVE - c) * ageing_s` in all, while higher classes go before it. While
+none does, and in the highest class, only its tenant's earlier requests there do, and other tenants
+within the bound of `scheduler.tenants`, and at most one of each (tenant, class) that was on its way
+up before. (A tenant that comes back is lifted to the lowest counter there is, and has come later:
+it goes before none that has that counter, too.) This holds for each in turn: with n of its tenant
+and class before it a request waits at most n + 1 times as long. Among those in the highest class
+the first that does not fit blocks the others, so a big request is not starved by small ones.
 
-Every change costs O(log n) comparisons (and moving a slice of a list of pointers); ageing costs
-each request two changes in its life. A step looks only at those it starts or passes over.
+Ageing puts no backlog before another tenant's share. Of another (tenant, class <= c) at most one
+request goes before one of class c out of its turn in every `ageing_s` seconds, and after that one
+none unless a request that came with a class above c starts: all the rest is within the bound of
+`scheduler.tenants`.
+
+Every change costs O(log n) comparisons (and moving a slice of a list of pointers), ageing at most
+five of them for each start. A step looks only at those it starts or passes over.
 """
 
 from __future__ import annotations
@@ -32,13 +42,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from scheduler.ageing import Ageing, Lane
 from scheduler.config import SchedulerConfig
 from scheduler.pages import IntegrityError
 from scheduler.request import Priority
 from scheduler.sequence import Sequence
 from scheduler.tenants import Line, Tenant, Tenants, Turns
-
-TOP: Final = max(Priority)
 
 MOST_PASSED: Final = 128
 """Requests of waiting groups that one step passes over."""
@@ -57,8 +66,7 @@ class WaitingQueue:
         self._waiting: dict[str, Sequence] = {}
         self._by_class: dict[Priority, Line] = {priority: [] for priority in Priority}
         """By the class asked for, in order of arrival."""
-        self._due: list[tuple[float, int, Sequence]] = []
-        """(when, arrival number, who): whom ageing lifts next."""
+        self._ageing = Ageing(config.ageing_s)
         self.tenants = Tenants(config.tenants, config.default_tenant)
         self._turns = {level: Turns(level) for level in sorted(Priority, reverse=True)}
         """Highest class first."""
@@ -85,23 +93,30 @@ class WaitingQueue:
         self._add(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """A preempted request waits again, as if it had waited since it came: before all of its
-        tenant and class that came later. It may exceed the door's bounds.
+        """A preempted request waits again, before all of its tenant and class that came later, and
+        lifted as far as it was when it started. It may exceed the door's bounds.
 
         Its row must be given back as well (`row_freed`), now or later.
         """
         sequence.returned = True
         sequence.work = len(sequence.prompt)
+        level = sequence.level
         self._add(sequence)
+        tenant = self.tenants.of(sequence.request.tenant)
+        lane = tenant.lanes[sequence.priority]
+        if lane.first is sequence:
+            self._ageing.back(lane, level)
+            self._settle(tenant, lane)
 
     def remove(self, sequence: Sequence) -> None:
         """It waits no more."""
         tenant = self._take(sequence)
         self.tenants.rest(tenant)
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, now: float) -> None:
         """It gets a row, and pays for its prompt unless it has before. `cached` is known."""
-        tenant = self._take(sequence)
+        tenant = self._take(sequence, served=True)
+        self._ageing.passed(sequence.priority, now)
         tenant.rows += 1
         self._update(tenant)
         if not sequence.charged:
@@ -134,9 +149,17 @@ class WaitingQueue:
         tenant.tokens += len(sequence.prompt)
         insort(self._by_class[sequence.priority], (sequence.arrival, sequence))
         sequence.level = sequence.priority
-        self._join(tenant, sequence, due=sequence.submitted_at + self._config.ageing_s)
+        self._join(tenant, sequence)
+        lane = tenant.lanes[sequence.priority]
+        first = lane.first
+        insort(lane.waiting, (sequence.arrival, sequence))
+        if first is None:
+            self._ageing.reset(lane)
+        elif lane.first is sequence:
+            self._move(tenant, first, lane.priority)
+        self._settle(tenant, lane)
 
-    def _take(self, sequence: Sequence) -> Tenant:
+    def _take(self, sequence: Sequence, *, served: bool = False) -> Tenant:
         tenant = self.tenants.of(sequence.request.tenant)
         del self._waiting[sequence.request_id]
         label = self.tenants.label(tenant.name)
@@ -146,24 +169,35 @@ class WaitingQueue:
         tenant.tokens -= len(sequence.prompt)
         _delete(self._by_class[sequence.priority], sequence)
         self._leave(tenant, sequence)
+        lane = tenant.lanes[sequence.priority]
+        _delete(lane.waiting, sequence)
+        if served or not lane.waiting:
+            self._ageing.reset(lane)
+        self._settle(tenant, lane)
         return tenant
 
-    def _join(self, tenant: Tenant, sequence: Sequence, *, due: float) -> None:
+    def _settle(self, tenant: Tenant, lane: Lane) -> None:
+        """The first of the lane, whoever that is now, waits in the lane's class."""
+        if lane.first is not None:
+            self._move(tenant, lane.first, lane.level)
+
+    def _move(self, tenant: Tenant, sequence: Sequence, level: Priority) -> None:
+        if sequence.level is not level:
+            self._leave(tenant, sequence)
+            sequence.level = level
+            self._join(tenant, sequence)
+
+    def _join(self, tenant: Tenant, sequence: Sequence) -> None:
         """Into the tenant's line of its class."""
         level = sequence.level
         insort(tenant.lines[level], (sequence.arrival, sequence))
         tenant.work[level] += sequence.work
-        if level < TOP:
-            sequence.due = due
-            insort(self._due, (due, sequence.arrival, sequence))
         self._turns[level].update(tenant)
 
     def _leave(self, tenant: Tenant, sequence: Sequence) -> None:
         level = sequence.level
         _delete(tenant.lines[level], sequence)
         tenant.work[level] -= sequence.work
-        if level < TOP:
-            del self._due[bisect_left(self._due, (sequence.due, sequence.arrival))]
         self._turns[level].update(tenant)
 
     def _update(self, tenant: Tenant) -> None:
@@ -204,12 +238,8 @@ class WaitingQueue:
                     return
 
     def _age(self, now: float) -> None:
-        while self._due and self._due[0][0] <= now:
-            due, _, sequence = self._due[0]
-            tenant = self.tenants.of(sequence.request.tenant)
-            self._leave(tenant, sequence)
-            sequence.level = Priority(sequence.level + 1)
-            self._join(tenant, sequence, due=due + self._config.ageing_s)
+        for lane in self._ageing.lifted(now):
+            self._settle(self.tenants.of(lane.tenant), lane)
 
     def ahead(self, tenant: str, asked: Priority, *, generated: float) -> tuple[float, float]:
         """Requests, and prompt tokens to prefill, that go before a request that came now: higher
@@ -284,9 +314,6 @@ class WaitingQueue:
             raise IntegrityError("the queue's counts are off or beyond its bounds")
         if any(sequence.started or sequence.cause for sequence in waiting):
             raise IntegrityError("a started or ended sequence is still queued")
-        due = sorted((s.due, s.arrival, s) for s in waiting if s.level < TOP)
-        if self._due != due:
-            raise IntegrityError("whom ageing lifts next is off")
         for priority, line in self._by_class.items():
             if line != sorted((s.arrival, s) for s in waiting if s.priority is priority):
                 raise IntegrityError(f"requests of class {priority.name} are miscounted")
@@ -300,6 +327,8 @@ class WaitingQueue:
             _check_tenant(tenant, mine[name], held[name])
         for turns in self._turns.values():
             turns.integrity(self.tenants.all())
+        everybody = self.tenants.all().values()
+        self._ageing.integrity([lane for tenant in everybody for lane in tenant.lanes.values()])
         self.tenants.integrity()
 
 
@@ -323,6 +352,9 @@ def _check_tenant(tenant: Tenant, waiting: list[Sequence], rows: int) -> None:
         expected = sorted((s.arrival, s) for s in waiting if s.level is level)
         if line != expected or tenant.work[level] != sum(s.work for _, s in expected):
             raise IntegrityError(f"tenant {name!r}: who waits in {level.name} is miscounted")
+    for level, lane in tenant.lanes.items():
+        if lane.waiting != sorted((s.arrival, s) for s in waiting if s.priority is level):
+            raise IntegrityError(f"tenant {name!r}: its lane of {level.name} is miscounted")
     if tenant.tokens != sum(len(s.prompt) for s in waiting) or tenant.rows != rows:
         raise IntegrityError(f"tenant {name!r}: its tokens or rows are miscounted")
     let_in = sum(len(s.prompt) for s in waiting if not s.returned)

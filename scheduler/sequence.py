@@ -10,7 +10,6 @@ A sequence may be preempted: it gives up its row, and what it has emitted become
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,8 +52,6 @@ class Sequence:
     does not lift it."""
     level: Priority = Priority.DEFAULT
     """The class it waits in, ageing included; once started, the class it is charged in."""
-    due: float = math.inf
-    """When ageing lifts it next, while it waits below the highest class."""
     work: int = 0
     """Tokens of its prompt that it should have to prefill, as far as was known when it came."""
     charged: bool = False

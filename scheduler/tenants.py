@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from scheduler.ageing import Lane
 from scheduler.config import TenantPolicy
 from scheduler.pages import IntegrityError
 from scheduler.request import Priority
@@ -59,12 +60,17 @@ class Tenant:
     """Weighted tokens served."""
     keys: dict[Priority, Key] = field(default_factory=dict)
     """Where it stands in each class's order, when it does."""
+    lanes: dict[Priority, Lane] = field(init=False)
+    """By the class the requests came with."""
     tokens: int = 0
     """Prompt tokens in its lines."""
     rows: int = 0
     """Rows that hold device state for it."""
     row_times: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     """Seconds for which its latest rows were held, when their number is limited."""
+
+    def __post_init__(self) -> None:
+        self.lanes = {p: Lane(tenant=self.name, priority=p, level=p) for p in Priority}
 
     @property
     def queued(self) -> int:

@@ -51,7 +51,10 @@ MaxQueuedTokens = Annotated[
 ]
 Ageing = Annotated[
     float,
-    typer.Option(help="Seconds of waiting that lift a request by one priority class."),
+    typer.Option(
+        help="Seconds after a higher class went before it that lift the first a tenant has waiting"
+        " by one priority class."
+    ),
 ]
 PageWatermark = Annotated[
     float,

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 
+from scheduler.ageing import Ageing, Lane
 from scheduler.door import Door
 from scheduler.groups import Groups
 from scheduler.pages import IntegrityError
 from scheduler.prefill import PrefillPlanner
 from scheduler.queue import WaitingQueue
 from scheduler.registry import Registry
-from scheduler.request import FinishReason, Priority, QueueFullError, Refusal
+from scheduler.request import (
+    FinishReason,
+    GenerationRequest,
+    Priority,
+    QueueFullError,
+    Refusal,
+)
 from scheduler.sequence import Sequence
 from scheduler.tenants import Tenant, Tenants, Turns
 from scheduler.throughput import Estimate, Throughput, Waits
@@ -43,6 +50,53 @@ def nothing_ages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "_age", lambda self, now: None)
 
 
+def equals_pass(patch: pytest.MonkeyPatch) -> None:
+    """Whoever starts lets the others age."""
+    passed_well = Ageing.passed
+    patch.setattr(Ageing, "passed", lambda self, _, now: passed_well(self, max(Priority), now))
+
+
+def who_was_lifted_passes(patch: pytest.MonkeyPatch) -> None:
+    def start(self: WaitingQueue, sequence: Sequence, now: float) -> None:
+        start_well(self, sequence, now)
+        self._ageing.passed(sequence.level, now)
+
+    start_well = WaitingQueue.start
+    patch.setattr(WaitingQueue, "start", start)
+
+
+def who_was_served_stays_lifted(patch: pytest.MonkeyPatch) -> None:
+    """A backlog that was passed once is lifted whole."""
+
+    def take(self: WaitingQueue, sequence: Sequence, *, served: bool = False) -> Tenant:
+        return take_well(self, sequence)
+
+    take_well = WaitingQueue._take
+    patch.setattr(WaitingQueue, "_take", take)
+
+
+def who_returns_is_not_lifted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ageing, "back", lambda self, lane, level: None)
+
+
+def the_lift_goes_with_whom_it_found_first(patch: pytest.MonkeyPatch) -> None:
+    def settle(self: WaitingQueue, tenant: Tenant, lane: Lane) -> None:
+        first = lane.first
+        if first is not None and all(s.level is lane.priority for _, s in lane.waiting[1:]):
+            settle_well(self, tenant, lane)
+
+    settle_well = WaitingQueue._settle
+    patch.setattr(WaitingQueue, "_settle", settle)
+    patch.setattr(WaitingQueue, "_move", _moves_up)
+
+
+def _moves_up(self: WaitingQueue, tenant: Tenant, sequence: Sequence, level: Priority) -> None:
+    if level > sequence.level:
+        self._leave(tenant, sequence)
+        sequence.level = level
+        self._join(tenant, sequence)
+
+
 def rows_of_a_tenant_are_not_limited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tenant, "full", property(lambda self: False))
 
@@ -69,9 +123,9 @@ def generated_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prompt_is_charged_again(patch: pytest.MonkeyPatch) -> None:
-    def start(self: WaitingQueue, sequence: Sequence) -> None:
+    def start(self: WaitingQueue, sequence: Sequence, now: float) -> None:
         sequence.charged = False
-        start_well(self, sequence)
+        start_well(self, sequence, now)
 
     start_well = WaitingQueue.start
     patch.setattr(WaitingQueue, "start", start)
@@ -238,6 +292,20 @@ def rows_are_held_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("scheduler.door.own_turn", own)
 
 
+def the_wait_for_others_is_added(patch: pytest.MonkeyPatch) -> None:
+    """To the wait for own rows, although the two pass together."""
+
+    def starts_in(
+        self: Door, request: GenerationRequest, now: float, *, before: int = 0, work: int = 0
+    ) -> Estimate:
+        ahead = before + self._queue.own_ahead(request.tenant, request.priority)
+        own = self._own_turn(request.tenant, ahead, now)
+        others = self._turn(request, before, work)
+        return Estimate(own.likely + others.likely, own.likely + others.likely)
+
+    patch.setattr(Door, "starts_in", starts_in)
+
+
 def a_full_tenants_delay_is_everybodys(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Door, "_own_turn", lambda self, name, ahead, now: Estimate(0.0, 0.0))
 
@@ -256,12 +324,16 @@ def whom(test: Callable[..., Any], *args: Any) -> Callable[[], object]:
     return partial(test.hypothesis.inner_test, *args)  # type: ignore[attr-defined]
 
 
-starved = whom(test_order.test_starvation_is_bounded, 1, Priority.BATCH)
+starved = whom(test_order.test_starvation_is_bounded, 1, Priority.BATCH, 0)
+backlog = whom(
+    test_order.test_a_backlog_does_not_age_past_another_tenants_share, 1, 0.0, 10.3 * TICK_S
+)
+mixed = whom(
+    test_order.test_a_backlog_does_not_age_past_another_tenants_share, 1, 0.2, 60.3 * TICK_S
+)
 shares = whom(test_order.test_shares_follow_weights, 1, [1.0, 3.0], True)
 trace = whom(test_order.test_nobody_passes_who_may_not, 4, 20.3 * TICK_S, 0.7)
-limited = whom(
-    test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1, 2, False
-)
+limited = whom(test_admission.test_who_is_refused_for_a_limit_of_rows_would_have_missed, 1)
 flooded = partial(test_admission.test_a_flood_does_not_shut_the_door_on_others, {"max_queue": 16})
 
 PLANTED: list[tuple[Patch, Callable[[], object]]] = [
@@ -271,9 +343,25 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (weights_are_ignored, test_turns.test_weights_divide_the_charge),
     (weights_are_ignored, test_order.test_long_run_shares_are_the_weights),
     (weights_are_ignored, shares),
-    (nothing_ages, test_turns.test_waiting_lifts_class_by_class),
+    (nothing_ages, test_turns.test_being_passed_lifts_class_by_class),
     (nothing_ages, starved),
     (nothing_ages, trace),
+    (equals_pass, partial(test_turns.test_equals_and_who_was_lifted_pass_nobody, Priority.DEFAULT)),
+    (equals_pass, backlog),
+    (
+        who_was_lifted_passes,
+        partial(test_turns.test_equals_and_who_was_lifted_pass_nobody, Priority.DEFAULT),
+    ),
+    (
+        who_was_served_stays_lifted,
+        test_turns.test_only_the_first_of_a_lane_is_lifted_and_a_start_takes_it_back,
+    ),
+    (who_was_served_stays_lifted, mixed),
+    (who_returns_is_not_lifted, test_turns.test_who_returns_is_lifted_as_it_was),
+    (
+        the_lift_goes_with_whom_it_found_first,
+        test_turns.test_who_comes_before_the_first_of_a_lane_takes_its_place,
+    ),
     (rows_of_a_tenant_are_not_limited, test_turns.test_a_full_tenant_does_not_block_others),
     (rows_of_a_tenant_are_not_limited, trace),
     (rows_are_freed_and_still_count, test_turns.test_a_full_tenant_does_not_block_others),
@@ -326,6 +414,7 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (own_rows_are_not_waited_for, test_admission.test_a_tenants_own_rows_are_waited_for),
     (own_rows_are_not_waited_for, limited),
     (rows_are_held_for_ever, limited),
+    (the_wait_for_others_is_added, limited),
     (
         a_full_tenants_delay_is_everybodys,
         test_admission.test_a_full_tenants_delay_is_that_of_its_rows,

@@ -18,6 +18,7 @@ from scheduler.queue import MOST_PASSED, WaitingQueue
 from scheduler.request import Priority
 from scheduler.sequence import Sequence
 from tests.scheduler.bench import make_request
+from tests.scheduler.clocks import Clocks
 from tests.scheduler.test_order import FEW, POLICIES, config_of, watched
 
 BATCH, DEFAULT, INTERACTIVE = Priority
@@ -29,6 +30,7 @@ class Line:
     def __init__(self, **options: Any) -> None:
         bounds = {"max_queue": 10**6, "max_queued_tokens": 10**9}
         self.queue = WaitingQueue(SchedulerConfig(**{**bounds, **options}))
+        self.clocks = Clocks(self.queue)
         self.rows: dict[int, Sequence] = {}
         self.ids = itertools.count(1)
 
@@ -44,10 +46,10 @@ class Line:
         self.queue.push(sequence)
         return sequence
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, now: float = 0.0) -> None:
         sequence.row = next(self.ids)
         self.rows[sequence.row] = sequence
-        self.queue.start(sequence)
+        self.queue.start(sequence, now)
         self.queue.integrity(self.rows)
 
     def end(self, sequence: Sequence) -> None:
@@ -61,13 +63,11 @@ class Line:
     def rule(self, now: float) -> Callable[[Sequence], tuple[float, ...]]:
         """Sorts those who wait: class with ageing, counter, arrival; the last two by tenant."""
 
-        def level(sequence: Sequence) -> Priority:
-            lifts = int((now - sequence.submitted_at) / self.queue._config.ageing_s)
-            return Priority(min(sequence.priority + lifts, INTERACTIVE))
+        levels = self.clocks.levels(now)
 
         def key(sequence: Sequence) -> tuple[float, ...]:
-            mine, name = level(sequence), sequence.request.tenant
-            line = [s for s in self.queue if s.request.tenant == name and level(s) is mine]
+            mine, name = levels[sequence], sequence.request.tenant
+            line = [s for s in self.queue if s.request.tenant == name and levels[s] is mine]
             counter = self.queue.tenants.of(name).counters[mine]
             return -mine, counter, min(s.arrival for s in line), sequence.arrival
 
@@ -84,7 +84,7 @@ class Line:
         """Starts everybody, in order; the names."""
         names = []
         for sequence in self.queue.candidates(now):
-            self.start(sequence)
+            self.start(sequence, now)
             names.append(sequence.request_id)
         return names
 
@@ -105,18 +105,86 @@ def test_a_tenant_may_not_exceed_its_class() -> None:
     assert line.queue.by_class()[BATCH] == 1
 
 
-def test_waiting_lifts_class_by_class() -> None:
+def pass_by(line: Line, now: float, priority: Priority = INTERACTIVE) -> None:
+    """A request of this class starts and ends."""
+    passer = line.push(f"passer{now}", now=now, tenant="passer", priority=priority)
+    line.start(passer, now)
+    line.end(passer)
+
+
+def test_being_passed_lifts_class_by_class() -> None:
     line = Line(ageing_s=10.0)
     line.push("b", priority=BATCH)
-    line.push("i", now=9.0, priority=INTERACTIVE)
-    line.push("d", now=9.5, priority=DEFAULT)
-    assert line.order(9.9) == ["i", "d", "b"]
-    assert line.order(10.0) == ["i", "b", "d"], "b counts as DEFAULT, and came first"
-    assert line.order(20.0) == ["b", "i", "d"], "and as INTERACTIVE"
-    line.push("late", now=20.0, priority=INTERACTIVE)
-    assert line.order(20.0)[0] == "b"
-    assert next(line.queue.candidates(20.0), None) is not None
-    assert line.queue.oldest(20.0) == {BATCH: 20.0, DEFAULT: 10.5, INTERACTIVE: 11.0}
+    line.push("d", now=5.0, priority=DEFAULT)
+    assert line.order(50.0) == ["d", "b"], "nothing has gone before them"
+    pass_by(line, 50.0)
+    line.push("i", now=59.0, priority=INTERACTIVE)
+    assert line.order(59.9) == ["i", "d", "b"]
+    assert line.order(60.0) == ["d", "i", "b"], "lifted by one"
+    assert line.order(90.0) == ["d", "i", "b"], "nobody has passed b as DEFAULT"
+    pass_by(line, 90.0)
+    assert line.order(99.9) == ["d", "i", "b"]
+    assert line.order(100.0) == ["b", "d", "i"], "and by another; b came first"
+    assert line.queue.oldest(100.0) == {BATCH: 100.0, DEFAULT: 95.0, INTERACTIVE: 41.0}
+
+
+def test_only_the_first_of_a_lane_is_lifted_and_a_start_takes_it_back() -> None:
+    line = Line(ageing_s=10.0)
+    first = line.push("a0", tenant="a")
+    second = line.push("a1", tenant="a")
+    pass_by(line, 1.0)
+    line.push("i", now=12.0, tenant="i", priority=INTERACTIVE)
+    assert line.order(12.0) == ["a0", "i", "a1"]
+    line.start(first, 12.0)
+    assert line.order(100.0) == ["i", "a1"]
+    pass_by(line, 100.0)
+    assert (line.order(109.9), second.level) == (["i", "a1"], DEFAULT)
+    assert (line.order(110.0), second.level) == (["i", "a1"], INTERACTIVE), "a0 was charged"
+
+
+def test_who_comes_before_the_first_of_a_lane_takes_its_place() -> None:
+    """A preempted request, or the next one when the first is cancelled."""
+    line = Line(ageing_s=10.0)
+    back = line.push("a0", tenant="a")
+    line.start(back, 0.0)
+    line.push("a1", tenant="a")
+    line.push("a2", tenant="a")
+    pass_by(line, 0.0)
+    line.push("i", now=9.0, tenant="i", priority=INTERACTIVE)
+    assert line.order(10.0) == ["a1", "i", "a2"]
+    line.end(back)
+    back.row = -1
+    line.queue.requeue(back)
+    assert line.order(10.0) == ["a0", "i", "a1", "a2"]
+    line.queue.remove(back)
+    assert line.order(10.0) == ["a1", "i", "a2"]
+
+
+def test_who_returns_is_lifted_as_it_was() -> None:
+    line = Line(ageing_s=10.0)
+    back = line.push("a0", tenant="a")
+    line.push("a1", tenant="a")
+    pass_by(line, 0.0)
+    line.push("i", now=9.0, tenant="i", priority=INTERACTIVE)
+    assert line.order(10.0) == ["a0", "i", "a1"]
+    line.start(back, 10.0)
+    line.end(back)
+    back.row = -1
+    line.queue.requeue(back)
+    assert (line.order(10.0), back.level) == (["i", "a0", "a1"], INTERACTIVE), "it was charged"
+
+
+@pytest.mark.parametrize("passer", [BATCH, DEFAULT])
+def test_equals_and_who_was_lifted_pass_nobody(passer: Priority) -> None:
+    line = Line(ageing_s=10.0)
+    lifted = line.push("b", tenant="b", priority=passer)
+    pass_by(line, 0.0)
+    line.order(10.0)
+    assert lifted.level > passer
+    line.push("a", now=10.0, tenant="a")
+    line.start(lifted, 10.0)
+    line.push("i", now=30.0, tenant="i", priority=INTERACTIVE)
+    assert line.order(30.0) == ["i", "a"]
 
 
 def test_tenants_take_turns() -> None:
@@ -266,7 +334,7 @@ def test_the_head_is_who_the_rule_says(seed: int) -> None:
             priority = rng.choice(list(Priority))
             line.push(f"r{number}", now=now, prompt=prompt, tenant=tenant, priority=priority)
         elif move < 0.65 and (head := next(line.queue.candidates(now), None)):
-            line.start(head)
+            line.start(head, now)
         elif move < 0.75 and running:
             line.queue.charge(rng.choice(running), rng.randint(1, 8))
         elif move < 0.85 and running:
