@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +68,13 @@ async def test_what_a_request_says_of_reuse_reaches_the_scheduler(
     async with running() as up:
         scheduler = up.server.door.look().scheduler
         asked: list[GenerationRequest] = []
-        submit = scheduler.submit
+        submit = scheduler.submit_together
 
-        def ask(request: GenerationRequest) -> Any:
-            asked.append(request)
-            return submit(request)
+        def ask(requests: Sequence[GenerationRequest]) -> Any:
+            asked.extend(requests)
+            return submit(requests)
 
-        monkeypatch.setattr(scheduler, "submit", ask)
+        monkeypatch.setattr(scheduler, "submit_together", ask)
         for options in ({}, {"session_id": "s" * 128}, {"reuse_prefix": False}):
             await up.client.generate(text="x", max_tokens=2, **options).text()
         assert [(r.session_id, r.reuse_prefix) for r in asked] == [
