@@ -10,9 +10,12 @@ a GPU's fused kernels make; tests/engine/test_transients.py holds them to measur
 
 from __future__ import annotations
 
-from engine.models.delta import HELD
 from engine.models.qwen3_5_config import Qwen35Config
 
+HELD = 16
+"""Every so many tokens the recurrence, token by token, waits for its reads. MLX else goes through
+all updates first, and a prompt's pass holds a memory per token; verifies are shorter and have
+nothing to wait for."""
 FLOAT = 4
 """Bytes of the float32 that recurrences, norms and rotations work in, whatever activations are."""
 SCORE_COPIES = 3

@@ -13,13 +13,10 @@ import mlx.core as mx
 from engine.blocks import Block
 from engine.cache import RecurrentState, RecurrentTrail
 from engine.models.delta_block import keep_block
+from engine.transients import HELD
 
 Step = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """One token: key as column and as row, value as column, decay, β; each [1, B, H, ·, ·]."""
-
-HELD = 16
-"""Every so many tokens the recurrence waits for its reads. MLX else goes through all updates first,
-and a prompt's pass holds a memory per token; verifies are shorter and have nothing to wait for."""
 
 
 def delta_rule(

@@ -112,11 +112,7 @@ def every_bad_call_has_its_line(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logs, "_kind", lambda event: None)
 
 
-@seen_by(
-    lambda folder, patch: (
-        test_log_bounds.test_each_call_makes_one_line_and_a_flood_a_bounded_number()
-    )
-)
+@seen_by(lambda folder, patch: test_log_bounds.test_a_bucket_fills_again_and_says_what_is_missing())
 def good_calls_share_the_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logs, "_kind", lambda event: str(event["event"]))
 
