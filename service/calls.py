@@ -23,7 +23,7 @@ _BY_NUMBER: Final = {code.value[0]: code for code in grpc.StatusCode}
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """First of a server's interceptors, so that what others refuse is counted too.
 
-    Calls beyond `ServerConfig.max_concurrent_rpcs` are refused by gRPC before any interceptor.
+    Calls beyond `ServerConfig.transport_calls` are refused by gRPC before any interceptor.
     """
 
     def __init__(self, metrics: Metrics) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,9 +12,6 @@ from service import options, settings
 from service.admin_cli import admin_app, token_app
 from service.cli_serve import serve
 from service.settings import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="selfdraft",
@@ -27,8 +24,6 @@ app = typer.Typer(
 app.add_typer(admin_app, name="admin")
 app.add_typer(token_app, name="token")
 app.command()(serve)
-
-T = TypeVar("T")
 
 
 def _version(wanted: bool) -> None:

@@ -37,7 +37,7 @@ MODES: Final = (
 )
 
 EVICTIONS: Final = ("pages", "boundaries", "fault", "import", "flush", "engine_failed")
-SESSION_ENDS: Final = ("ttl", "max_sessions", *EVICTIONS)
+SESSION_ENDS: Final = ("ttl", "max_sessions", "tenant_max_sessions", *EVICTIONS)
 """Causes, each of which has a series before it occurs."""
 
 SUCCESS: Final = {

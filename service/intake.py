@@ -44,8 +44,8 @@ class _Undecodable:
 
 
 class IntakeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps the handlers of every method that takes one message. First of a server's interceptors:
-    those after it see the handlers as they are, and what they refuse is not counted here."""
+    """Wraps the handlers of every method that takes one message. Before those
+    that look at handlers: they see them as they are, and what they refuse is not counted here."""
 
     def __init__(
         self,
