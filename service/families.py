@@ -14,7 +14,7 @@ from selfdraft.v1 import admin_pb2, selfdraft_pb2
 from selfdraft.v1 import selfdraft_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2
 
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, Refusal
 from service.errors import Reason
 
 PREFIX: Final = "selfdraft_"
@@ -64,6 +64,8 @@ REFUSALS: Final = (
     Reason.INTERNAL,
 )
 """CANCELLED and DEADLINE_EXCEEDED: of calls whose client left before they were admitted."""
+
+SCHEDULER_REFUSALS: Final = (*(str(reason) for reason in Refusal), "invalid", "not_running")
 
 PHASES: Final = ("tokenizer", "model", "warm_up", "grammar")
 """What a server does before it serves."""

@@ -27,6 +27,7 @@ from service.families import (
     PHASES,
     PREFIX,
     RELOADED,
+    SCHEDULER_REFUSALS,
     SESSION_ENDS,
     SPAN_RESULTS,
     SUCCESS,
@@ -207,6 +208,10 @@ def _queue(s: Statistics) -> dict[str, Values]:
             name: s.oldest_wait_by_class.get(priority, 0.0) for priority, name in names.items()
         },
         "tenant_tokens": {OTHER: 0, **s.served},
+        "tenant_boundaries": {OTHER: 0, **s.boundaries_by_tenant},
+        "tenant_sessions": {OTHER: 0, **s.sessions_by_tenant},
+        "tenant_refused": {(OTHER, reason): 0 for reason in SCHEDULER_REFUSALS}
+        | dict(s.refused_by_tenant),
     }
 
 
