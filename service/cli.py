@@ -119,7 +119,7 @@ def generate(
     mtp_gate: options.Gate = "auto",
 ) -> None:
     """Generate one text, streamed to standard output; a summary goes to standard error."""
-    from selfdraft.client import Priority, SpeculationMode
+    from selfdraft.messages import Priority, SpeculationMode
 
     from service.oneshot import Ask, generate_at, generate_here
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 from selfdraft import Client
-from selfdraft.client import Priority, SpeculationMode
+from selfdraft.messages import Priority, SpeculationMode
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service import console, launch, logs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from selfdraft import SelfdraftError
-from selfdraft.client import chat_input
+from selfdraft.messages import chat_input
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service.text.template import ChatTemplate

@@ -9,7 +9,7 @@ import anyio
 import grpc
 import pytest
 from selfdraft import Client, SelfdraftError
-from selfdraft.client import Sampling, chat_input, sampling_params
+from selfdraft.messages import Sampling, chat_input, sampling_params
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from tests.service.harness import EOS, running

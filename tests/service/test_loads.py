@@ -9,7 +9,7 @@ import anyio
 import grpc
 import pytest
 from selfdraft import SelfdraftError
-from selfdraft.client import Priority
+from selfdraft.messages import Priority
 from selfdraft.v1 import selfdraft_pb2 as pb
 
 from service.loads import acceptance, hit_rate, kv_usage, loads
