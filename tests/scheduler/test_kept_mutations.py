@@ -17,6 +17,7 @@ from scheduler.sessions import Sessions
 from scheduler.shares import Account, Accounts, Ranking
 from scheduler.shelves import Shelves
 from tests.scheduler import test_kept_shares as kept
+from tests.scheduler import test_preemption_shares
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -188,10 +189,13 @@ PLANTED: list[tuple[Patch, Callable[[], object]]] = [
     (a_touch_moves_nothing, promises(10)),
     (every_entry_is_weighed, past_few),
     (all_entries_are_looked_at, few({})),
-    (shares_do_not_say_who_leaves, kept.test_no_row_leaves_for_a_tenant_above_its_share),
+    (
+        shares_do_not_say_who_leaves,
+        test_preemption_shares.test_no_row_leaves_for_a_tenant_above_its_share,
+    ),
     (
         shares_push_a_row_out_for_ever,
-        kept.test_a_row_is_pushed_out_for_its_tenants_share_a_few_times_only,
+        test_preemption_shares.test_a_row_is_pushed_out_for_its_tenants_share_a_few_times_only,
     ),
 ]
 

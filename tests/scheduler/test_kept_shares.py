@@ -1,12 +1,11 @@
 """What tenants keep: shares of boundaries, sessions and pages. The promises of `scheduler.prefix`
-and `scheduler.sessions` are watched by `watch`, which counts for itself, over random traces."""
+and `scheduler.sessions` are watched (`kept_watch`) over random traces."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,123 +16,15 @@ from hypothesis import strategies as st
 from scheduler.config import SchedulerConfig, TenantPolicy
 from scheduler.keeping import Keeping
 from scheduler.pages import PagePool
-from scheduler.prefix import Entry, PrefixCache, Yield, page_hashes, root
+from scheduler.prefix import Entry, Yield, page_hashes, root
 from scheduler.request import GenerationRequest
-from scheduler.sequence import Preempted
-from scheduler.sessions import Sessions
-from scheduler.shares import Account, Accounts
-from tests.scheduler.bench import SMALL, TICK_S, Bench, fuzz, make_request, small_engine
+from scheduler.shares import Accounts
+from tests.scheduler.bench import SMALL, TICK_S, fuzz, small_engine
+from tests.scheduler.kept_watch import watch
 
 PAGE = 4
 FEW = settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 POLICIES = {"a": TenantPolicy(weight=1.0), "b": TenantPolicy(weight=3.0)}
-
-
-# --- the watch ------------------------------------------------------------------------------------
-
-
-class Ledger:
-    """Who holds how much of something, counted anew, in exact numbers."""
-
-    def __init__(self, held: Counter[Account], total: int, *others: Account) -> None:
-        self.held = held
-        self.total = total
-        self.weights = sum(Fraction(a.policy.weight) for a in {*(+held), *others})
-
-    def above(self, account: Account) -> bool:
-        share = self.total * Fraction(account.policy.weight) / self.weights
-        return self.held[account] > share
-
-
-def entries_of(cache: PrefixCache) -> Counter[Account]:
-    return Counter(account for entry in cache for account in entry.holders)
-
-
-def pages_of(cache: PrefixCache) -> Counter[Account]:
-    """With those of rows, as `integrity` has them counted."""
-    counts = cache.shelves._counts
-    return Counter({account: int((pages > 0).sum()) for account, pages in counts.items()})
-
-
-def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Have every cache checked for what is promised; counts what there was to check."""
-    seen: Counter[str] = Counter()
-    make_boundary, give_up, make_room = (
-        PrefixCache.make_boundary,
-        PrefixCache._give_up,
-        Sessions._make_room,
-    )
-
-    def checked_boundary(self: PrefixCache, most: Yield, tenant: str = "") -> bool:
-        if not self.shelves.accounts.fair:
-            return make_boundary(self, most, tenant)
-        newcomer = self.shelves.accounts.keeper(tenant)
-        ledger = Ledger(entries_of(self), self.total, newcomer)
-        before = {entry: entry.holders for entry in self}
-        stale = {entry for entry in self if self.shelves.stale(entry)}
-        made = make_boundary(self, most, tenant)
-        after = {entry: entry.holders for entry in self}
-        for entry, holders in before.items():
-            for account in holders - after.get(entry, set()) if entry not in stale else ():
-                seen["lost"] += 1
-                assert account is newcomer or ledger.above(account), (
-                    "a newcomer took what it may not"
-                )
-                assert len(before) == self.total, "something went for nothing"
-        spare = any(ledger.above(a) for e in after if not e.busy for a in e.holders - {newcomer})
-        mine = ledger.held[newcomer] + 1
-        rightful = mine * ledger.weights <= ledger.total * Fraction(newcomer.policy.weight)
-        awaited = any(e.standing is Yield.AWAITED for e in after)
-        assert made or awaited or not (rightful and spare), "a newcomer did not get its share"
-        return made
-
-    def checked_give_up(self: PrefixCache, account: Account, entry: Entry, cause: str) -> None:
-        if cause == "pages" and self.shelves.accounts.fair and not self.shelves.stale(entry):
-            ledger = Ledger(pages_of(self), self._pool.total)
-            seen["pages"] += 1
-            if not ledger.above(account) and entry.standing is not Yield.AWAITED:
-                seen["rightful pages"] += 1
-                for other in self:
-                    can = not other.busy and other.standing is not Yield.AWAITED
-                    can = can and other is not spare_of(self)
-                    can = can and len(self._pool.idle(other.pages)) > 0
-                    assert not (can and any(map(ledger.above, other.holders))), "not its turn"
-        give_up(self, account, entry, cause)
-
-    def checked_session(self: Sessions, newcomer: Account) -> bool:
-        before = {name: session.account for name, session in self._sessions.items()}
-        made = make_room(self, newcomer)
-        if self._accounts.fair:
-            ledger = Ledger(Counter(before.values()), self._limit, newcomer)
-            for name in before.keys() - self._sessions.keys():
-                seen["sessions"] += 1
-                assert before[name] is newcomer or ledger.above(before[name])
-        return made
-
-    patch.setattr(PrefixCache, "make_boundary", checked_boundary)
-    patch.setattr(PrefixCache, "_give_up", checked_give_up)
-    patch.setattr(Sessions, "_make_room", checked_session)
-    for name in ("make_room", "_for_pages"):
-        remember_spare(patch, name)
-    return seen
-
-
-SPARE: list[Entry | None] = [None]
-
-
-def spare_of(cache: PrefixCache) -> Entry | None:
-    """The entry that the eviction in progress is not to touch."""
-    return SPARE[0]
-
-
-def remember_spare(patch: pytest.MonkeyPatch, name: str) -> None:
-    well = getattr(PrefixCache, name)
-
-    def call(self: PrefixCache, *args: Any, **others: Any) -> Any:
-        SPARE[0] = others.get("spare", args[0] if name == "_for_pages" else None)
-        return well(self, *args, **others)
-
-    patch.setattr(PrefixCache, name, call)
 
 
 # --- a cache alone --------------------------------------------------------------------------------
@@ -505,47 +396,6 @@ def test_the_watch_has_something_to_see(monkeypatch: pytest.MonkeyPatch) -> None
         pages=50,
     )
     assert min(seen[name] for name in ("lost", "pages", "rightful pages", "sessions")) > 0
-
-
-def test_no_row_leaves_for_a_tenant_above_its_share() -> None:
-    """b's rows are older and fill the pool; when they can grow no more, b's own youngest leaves
-    and not a's, which is younger still."""
-    for policies, leaves in (({"a": TenantPolicy(), "b": TenantPolicy()}, "b1"), ({}, "a")):
-        bench = Bench(
-            engine=small_engine(pages=24, boundaries=0, max_rows=8),
-            config=SchedulerConfig(tenants=policies, prefill_chunk=16, depth=0, page_watermark=0.0),
-        )
-        for number in range(2):
-            bench.submit(make_request(f"b{number}", prompt=20, max_tokens=40, tenant="b"))
-        for _ in range(4):
-            bench.step()
-        bench.submit(make_request("a", prompt=8, max_tokens=32, tenant="a"))
-        first: str | None = None
-        while first is None and bench.step():
-            gone = [s for s in bench.core._rows.values() if s.leaving is Preempted.PAGES]
-            first = gone[0].request_id if gone else None
-        assert first == leaves
-        bench.finish()
-
-
-def test_a_row_is_pushed_out_for_its_tenants_share_a_few_times_only() -> None:
-    """Newcomers of other tenants never end; b's old row, above its share, gets on all the same."""
-    policies = {name: TenantPolicy() for name in ("b", "c", "d", "e")}
-    bench = Bench(
-        engine=small_engine(pages=20, boundaries=0, max_rows=8),
-        config=SchedulerConfig(
-            tenants=policies, prefill_chunk=16, depth=0, page_watermark=0.0, max_queue=10
-        ),
-    )
-    old = bench.submit(make_request("old", prompt=20, max_tokens=44, tenant="b"))
-    while old.finished is None:
-        for tenant in ("c", "d", "e"):
-            if sum(s.request.tenant == tenant for s in bench.live.values()) < 2:
-                name = f"{tenant}{len(bench.streams)}"
-                bench.submit(make_request(name, prompt=6, max_tokens=14, tenant=tenant))
-        bench.step()
-        assert len(bench.streams) < 60
-    bench.finish()
 
 
 def test_accounts_are_as_many_as_policies_and_one() -> None:
