@@ -38,7 +38,7 @@ def structural_lark(
     `ids` are the special tokens a grammar can name, `end_names` those of them that end a text, and
     `tail` is written at the end of every grammar. Raises GrammarError."""
     whole = read_json(text, max_depth)
-    builder = _Builder(ids, end_names)
+    builder = _Builder(ids, end_names, max_depth)
     try:
         part = builder.top(whole)
         main = builder.writer.lark(part) + tail
@@ -53,12 +53,13 @@ def structural_lark(
 class _Builder:
     """Turns the formats of one structural tag into parts."""
 
-    def __init__(self, ids: Mapping[str, int], end_names: frozenset[str]) -> None:
+    def __init__(self, ids: Mapping[str, int], end_names: frozenset[str], max_depth: int) -> None:
         self.writer = Writer(ids)
         self._parameters = Parameters(self.writer, self.literal)
         self.grammars: dict[str, str] = {}
         """Grammars that parts name, as Lark."""
         self._end_names = end_names
+        self._max_depth = max_depth
         self._names = frozenset(ids)
         names = sorted(ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
@@ -309,9 +310,9 @@ class _Builder:
             schema = old.need("schema")
             if isinstance(schema, str):
                 try:
-                    schema = json.loads(schema)
-                except ValueError:
-                    raise GrammarError("is not JSON", old.at("schema")) from None
+                    schema = read_json(schema, self._max_depth)
+                except GrammarError as error:
+                    raise GrammarError(str(error), old.at("schema")) from None
             content = {"type": "json_schema", "json_schema": schema}
             tag = {"begin": old.need("begin"), "content": content, "end": old.need("end")}
             old.done()

@@ -376,6 +376,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "structures[0].schema",
         "not JSON",
     ),
+    "older form, deep": (
+        {
+            "structures": [{"begin": "<a>", "schema": '{"not":' * 80 + "1" + "}" * 80, "end": ""}],
+            "triggers": ["<"],
+        },
+        "structures[0].schema",
+        "nested at most 64 deep",
+    ),
 }
 
 
