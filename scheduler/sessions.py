@@ -103,8 +103,10 @@ class Sessions:
         if self._accounts.fair:
             giver = next(self._held.givers(newcomer, self._limit))
             oldest = next(iter(self._of[giver]), None)
+        if oldest is None:  # the newcomer is to give, and has none
+            return False
         self.ended["max_sessions"] += 1
-        return oldest is not None and self.release(oldest)
+        return self.release(oldest)
 
     def release(self, session_id: str) -> bool:
         """Unpin; the entry stays for whoever comes with its tokens. False when there is none."""

@@ -276,6 +276,16 @@ def test_sessions_of_a_tenant_are_bounded_by_its_own_limit() -> None:
         TenantPolicy(max_sessions=0)
 
 
+def test_a_session_that_finds_no_room_ends_none() -> None:
+    policies = {"a": TenantPolicy(weight=10.0), "b": TenantPolicy(weight=0.1)}
+    shelf = Shelf(policies, max_sessions=2)
+    shelf.leave("a", "a/0")
+    shelf.leave("a", "a/1")
+    shelf.leave("b", "b/0")
+    assert [s.session_id for s in shelf.sessions.list()] == ["a/0", "a/1"]
+    assert not shelf.sessions.ended
+
+
 def test_pages_come_from_who_holds_most_for_its_weight() -> None:
     """Rows count: b's fill the pool, so what b keeps goes first, although a keeps more."""
     shelf = Shelf({"a": TenantPolicy(), "b": TenantPolicy()}, boundaries=50, pages=40)
